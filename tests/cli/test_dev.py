@@ -61,6 +61,23 @@ def test_wrong_kernel_is_a_finding_with_the_failed_gate(cli, kernel):
     assert (report["latency_us"], report["errors"]) == (None, None)
 
 
+@pytest.mark.slow
+def test_each_open_place_of_a_draft_is_named_until_it_is_gone(cli, row_scale, tmp_path):
+    draft = tmp_path / "draft"
+    assert cli("new", "solution", "row_scale", "-l", "python", "-o", draft).code == 0
+    record = draft / "solution.json"
+    tried = cli("dev", draft, "--gpu", "cpu", "--json").json()
+    assert [place.partition(":")[0] for place in tried["open_places"]] == ["solution.json", "kernel.py"]
+    (draft / "kernel.py").write_text(KERNEL)
+    result = cli("dev", draft, "--gpu", "cpu")
+    (line,) = [line for line in result.out.splitlines() if line.startswith("draft ")]
+    assert (result.code, "solution.json" in line) == (0, True)
+    assert cli("add-solution", draft).cause == "draft_unfinished"
+    record.write_text(record.read_text().replace("TODO: ", ""))
+    assert not any(line.startswith("draft ") for line in cli("dev", draft, "--gpu", "cpu").out.splitlines())
+    assert cli("add-solution", draft).code == 0
+
+
 def test_timed_kernel_has_a_latency_and_a_speedup(cli, kernel):
     kernel.write_text(KERNEL)
     report = cli("dev", kernel, *ON_A_CPU, "--json").json()

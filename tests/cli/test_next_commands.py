@@ -186,6 +186,33 @@ def test_every_printed_command_exists_with_its_options(line: str) -> None:
     assert not {word for word in words if word.startswith("-")} - given
 
 
+PLACE = re.compile(r"(?:path|folder|file|config|uri|address|place|root|target)$")
+
+
+def unquoted_places() -> list[str]:
+    """Return each path or address that a text puts into a command without quotes."""
+    found = []
+    for path in Path(tilegym_db.__file__).parent.rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "tilegym-db " in source else ():
+            if isinstance(node, ast.JoinedStr):
+                said = ""
+                for part in node.values:
+                    if isinstance(part, ast.Constant):
+                        said += str(part.value)
+                    elif isinstance(part, ast.FormattedValue):
+                        spelled, after = ast.unparse(part.value), said.rpartition("tilegym-db ")
+                        is_in_command = after[1] and not re.search(r"[,;:]|\. ", after[2])
+                        if is_in_command and PLACE.search(spelled):
+                            found.append(f"{path.name}: {spelled}")
+                        said += "{}"
+    return found
+
+
+def test_paths_and_addresses_in_printed_commands_are_quoted() -> None:
+    assert unquoted_places() == []
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("line", [line for line in PRINTED if any(map(line.startswith, READERS))])
 def test_printed_reader_runs_on_a_small_catalog(line: str, cli: Any, journal_traces: Callable[..., Any]) -> None:

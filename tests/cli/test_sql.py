@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -166,6 +167,17 @@ def test_meaning_of_a_column_is_whole_at_45_columns(cli, row_scale, monkeypatch)
     shown = " ".join(cli("sql", "DESCRIBE best").out.split())
     assert "id of the run that measured it" in shown
     assert max(map(len, cli("sql", "--schema", "best").out.splitlines())) <= 45
+
+
+@pytest.mark.parametrize("words", [["--schema"], ["DESCRIBE traces"]])
+def test_one_long_type_does_not_move_the_meanings_away(words, cli, row_scale, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = cli("sql", *words).out.splitlines()
+    assert lines[0].index("comment") < 90
+    (failure,) = [line for line in lines if re.search(r"(^|traces +)failure +STRUCT", line)]
+    assert failure.count("VARCHAR") > 5
+    kinds = {row["column_name"]: row["column_type"] for row in cli("sql", *words, "--json").json()}
+    assert kinds["failure"].startswith("STRUCT(gate VARCHAR")
 
 
 def test_pipe_has_whole_cells_of_the_columns_asked_for(cli, row_scale, monkeypatch):

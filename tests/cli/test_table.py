@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +54,24 @@ def test_name_is_whole_in_a_pipe_and_other_columns_go_for_it(capsys, monkeypatch
     shown = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[0] for line in shown] == names
     assert max(map(len, shown)) <= 80
+
+
+@pytest.mark.parametrize("wide", [None, False])
+def test_dropped_columns_come_back_as_the_note_says(wide, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    columns, rows = [f"column {number}" for number in range(6)], [[f"{at}" * 12 for at in range(6)], ["x"] * 6]
+    print_table(columns, rows, wide=wide)
+    note = capsys.readouterr().err
+    if wide is False:
+        assert "--wide" in note
+        return
+    found = re.search(r"COLUMNS=(\d+)", note)
+    assert found is not None
+    monkeypatch.setenv("COLUMNS", found[1])
+    print_table(columns, rows)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert all(cell in shown.out for row in rows for cell in row)
 
 
 def test_a_sentence_is_wrapped_below_its_row():

@@ -14,10 +14,12 @@ from tilegym_db.cli.models import print_report
 from tilegym_db.cli.task import _print_attempt
 from tilegym_db.loop.fit import FitReport
 from tilegym_db.loop.from_model import Piece
-from tilegym_db.loop.submit import award_refusal, screen_refusal, submit
+from tilegym_db.loop.submit import award_refusal, disturbed_at, screen_refusal, submit
 from tilegym_db.loop.tasks import create_task, find_task, prompt_of
 from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.runner import MAX_WAITING
 from tilegym_db.records.loop import Attempt, Task
+from tilegym_db.records.trace import MACHINE_SLOW
 
 HandIn = Callable[..., Path]
 Said = Callable[..., tuple[int, str, str]]
@@ -116,6 +118,35 @@ def test_wrong_numbers_are_told_before_what_was_not_measured(task: Task) -> None
     refusal = screen_refusal(two, traces)
     assert refusal is not None
     assert (refusal.gate, refusal.command) == ("elementwise", failure.command)
+
+
+def test_what_a_busy_machine_disturbed_refuses_nothing(task: Task) -> None:
+    (item,) = task.workloads
+    common = {"timestamp": 0, "axes": item.axes, "correctness": None, "performance": None, "log": "", "failure": None}
+    for reason, is_disturbed in ((f"{MACHINE_SLOW}: threads of a waited", True), ("no memory", False)):
+        trace: Any = SimpleNamespace(
+            workload_uuid=item.uuid, status="UNSUPPORTED", reason=reason, trace_id="t", **common
+        )
+        assert list(disturbed_at(task, [trace])) == ([item.uuid] if is_disturbed else [])
+        assert (screen_refusal(task, [trace]) is None) == is_disturbed
+        assert (award_refusal(task, [trace], {}) is None) == is_disturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_submission_on_a_busy_machine_is_judged_by_the_next_call(
+    task: Task, hand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hand_in(GOOD)
+    monkeypatch.setenv(MAX_WAITING, "-1")  # no share of waiting is small enough
+    first = submit(task, folder)
+    assert first.verdict == "pending"
+    assert first.reason.startswith(MACHINE_SLOW)
+    monkeypatch.setenv(MAX_WAITING, "inf")
+    second = submit(task, folder)
+    assert second.number == first.number
+    assert len(second.trace_ids) > len(first.trace_ids)
+    assert (second.verdict == "pending") == (MACHINE_SLOW in second.reason)  # by the audit of the clock, at times
 
 
 def test_submission_that_leaves_out_a_workload_runs_nothing(task: Task, hand_in: Any) -> None:

@@ -34,7 +34,7 @@ def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_pat
     assert any(call.available for call in found.calls)
     for call in found.calls:
         assert not call.applied
-        assert call.available or "tilegym-db explain" in call.reason
+        assert call.available or call.explain.startswith(f"tilegym-db explain {call.definition}")
         if call.available:
             row = standing[call.award]
             assert (row["definition"], row["ratio"], row["ci_low"]) == (call.definition, call.op_ratio, call.op_ci_low)
@@ -46,7 +46,10 @@ def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_pat
     required = recommend(config, gpu="h200", prompt=16, require="batch-invariant")
     assert [call.axes for call in required.calls] == [call.axes for call in found.calls]
     assert not any(call.available for call in required.calls)  # no shipped kernel promises it
-    assert all(call.reason.endswith("--require batch_invariant") for call in required.calls)
+    assert all(call.explain.endswith("--require batch-invariant") for call in required.calls)
+    assert {
+        call.reason.partition(",")[2] for call, free in zip(required.calls, found.calls, strict=True) if free.available
+    } == {" none verified as batch-invariant"}
     kept = recommend(config, gpu="h200", prompt=16, require="deterministic")
     assert [call.award for call in kept.calls] == [call.award for call in found.calls]
 
@@ -103,4 +106,4 @@ def test_award_of_the_same_size_goes_before_a_faster_other_size() -> None:
     assert (found.award, found.exact, found.reason) == ("p1", False, "measured at M=16,N=128")
     found = match(call, [], catalog, "h200")
     assert (found.available, found.award, found.op_ratio) == (False, "", None)
-    assert "tilegym-db explain rms_norm --axes M=8,N=128 --dtype T=bfloat16 --gpu h200" in found.reason
+    assert found.explain == "tilegym-db explain rms_norm --axes M=8,N=128 --dtype T=bfloat16 --gpu h200"

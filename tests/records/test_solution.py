@@ -88,6 +88,17 @@ def test_the_entry_point_must_take_what_it_is_given(make, definition, source, fi
     assert (signature_problem(make(), source, definition) is None) == fits
 
 
+@pytest.mark.parametrize(
+    ("passes_outputs", "arguments", "other"),
+    [(True, "x, weight, factor", "false"), (False, "x, weight, factor, out", "true"), (True, "x", None)],
+)
+def test_kernel_of_the_other_style_hears_which_word_fits_it(definition, make, passes_outputs, arguments, other):
+    record = make(spec={"destination_passing_style": passes_outputs})
+    problem = signature_problem(record, f"def run({arguments}): ...", definition)
+    assert problem is not None
+    assert (f'"destination_passing_style": {other}' in problem) == (other is not None)
+
+
 def test_tunables_arrive_as_keyword_arguments(make, definition):
     record = make(spec={"tunables": {"BLOCK": [1]}})
     assert signature_problem(record, "def run(x, weight, factor, out, *, BLOCK=1): ...", definition) is None

@@ -197,6 +197,26 @@ def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, cap
     assert [record.message for record in caplog.records if f"PID {writer.pid}" in record.message]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, root, monkeypatch, is_busy):
+    with opened():
+        pass
+    monkeypatch.setattr(database, "IDLE_S", 1.0)
+    compute = "end = time.monotonic() + 6\n    while time.monotonic() < end: sum(range(100_000))"
+    work = WRITER.replace("time.sleep(float(sys.argv[2]))", compute) if is_busy else WRITER
+    command = [sys.executable, "-c", work, str(home / "tilegym.duckdb"), "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        if is_busy:
+            open_store(home, read_only=True, catalog=Catalog((root,))).close()
+        else:
+            with raises(StoreError, "store_locked", f"PID {writer.pid}"):
+                open_store(home, read_only=True, catalog=Catalog((root,)))
+            writer.kill()
+
+
 @pytest.mark.parametrize("read_only", [True, False, None])
 def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch, read_only):
     """Under load creation takes longer than any other use of the lock; None stands for a rebuild."""

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from raising import raises
 
 from tilegym_db.errors import StoreError
@@ -44,7 +45,7 @@ KILLED = (
 
 
 def full_trace(trace):
-    """A trace that uses every field."""
+    """A trace of a pass that uses every field."""
     return trace(
         m=4096,
         config={"num_warps": 8, "BLOCK_M": 4, "fast": True, "mode": "a b", "ratio": 0.1},
@@ -53,9 +54,21 @@ def full_trace(trace):
         driver="580.1",
         cuda="13.0",
         libs={"triton": "3.9", "torch": "2.13"},
+        gpu_uuid="GPU-1",
+        host="vm",
+        blobs={"ids": "a" * 64},
         scalars={"eps": 1e-5, "is_causal": True, "window": None},
         layouts={"x": "row_contiguous"},
-        envelope={"cases": 24, "digest": "d" * 64, "seed": str(2**64 - 1), "dropped": ["M=1, \u00b1max/4"]},
+        envelope={
+            "cases": 24,
+            "digest": "d" * 64,
+            "seed": str(2**64 - 1),
+            "dropped": ["M=1, \u00b1max/4"],
+            "scalars": {"eps": [1e-12, 0.1 + 0.2], "scale": [-2.5, 3]},
+            "largest": {"M": 65_536, "K": 2**40},
+            "largest_elements": 2**31 + 1,
+            "batch_slices": 8,
+        },
         audit={
             "wall_us": 12.75,
             "owned_share": 1.0,
@@ -111,6 +124,26 @@ FAILURE = {
 }
 
 
+def unused_fields(record, of=""):
+    """Yield the name of each field of a record, and of its parts, that has its default."""
+    for name, field in type(record).model_fields.items():
+        value = getattr(record, name)
+        if not field.is_required() and value == field.get_default(call_default_factory=True):
+            yield of + name
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, BaseModel):
+                yield from unused_fields(part, f"{of}{name}.")
+
+
+def test_the_full_traces_use_every_field_of_a_trace(trace):
+    passed, failed = full_trace(trace), trace(kind="stock", status="TIMEOUT", failure=FAILURE)
+    overruled = trace(status="OVERRULED", overrules={"trace_id": failed.trace_id, "by": passed.trace_id})
+    unused = set(unused_fields(passed)) & set(unused_fields(failed)) & set(unused_fields(overruled))
+    assert unused <= {"evidence_level"}  # it has one value
+    assert {name for name in unused_fields(passed) if "." in name} <= {"performance.comparisons.provides"}
+    assert {name for name in unused_fields(failed) if name.startswith("failure.")} == set()
+
+
 def test_a_trace_comes_back_as_it_was_written(opened, write_traces, trace):
     written = [full_trace(trace), trace(), trace(status="UNSUPPORTED"), trace(status="INCORRECT_NUMERICAL")]
     written += [trace(status="TIMEOUT", failure=FAILURE)]
@@ -137,6 +170,8 @@ def test_metrics_are_columns_and_axes_are_a_map(opened, write_traces, trace):
     assert (row["wall_us"], row["owned_share"], row["profiled_us"]) == (12.75, 1.0, 12.5)
     assert row["kernels"] == ["rms_norm", "k2"]
     assert (row["scan_notes"], row["envelope_dropped"]) == (["kernel.py:3: try"], ["M=1, \u00b1max/4"])
+    assert (row["envelope_scalars"]["eps"], row["envelope_largest"]["M"]) == ([1e-12, 0.1 + 0.2], 65_536)
+    assert (row["envelope_largest_elements"], row["envelope_batch_slices"]) == (2**31 + 1, 8)
     assert (row["failure"], row["failure_command"]) == (None, None)
 
 

@@ -135,6 +135,24 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
     ]
 
 
+def test_published_table_keeps_the_verified_sizes_and_slices(opened, write_traces, trace, tmp_path, ship):
+    envelope = {
+        "cases": 24,
+        "digest": "d" * 64,
+        "seed": "1",
+        "scalars": {"eps": [1e-12, 0.5]},
+        "largest": {"M": 65_536},
+    }
+    envelope |= {"largest_elements": 2**31, "batch_slices": 8}
+    with opened() as store:
+        ingest(store, [write_traces(trace(envelope=envelope))])
+        publish(store, "h200", tmp_path)
+    ((candidate,),) = (entry.candidates for entry in table_of(tmp_path, ship))
+    assert dict(candidate.scalar_ranges) == {"eps": (1e-12, 0.5)}
+    assert (dict(candidate.verified_sizes), candidate.verified_elements) == ({"M": 65_536}, 2**31)
+    assert candidate.batch_slices == 8
+
+
 def test_publishing_again_changes_only_what_a_new_result_touches(opened, write_traces, traces, trace, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])

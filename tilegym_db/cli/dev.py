@@ -118,6 +118,7 @@ def record_of(report: DevReport) -> dict[str, Any]:
         "dtypes": None if workload is None else workload.dtypes,
         "gpu": report.machine.gpu,
         "passed": report.passed,
+        "open_places": list(report.open_places),
         "findings": [{**vars(finding), "severity": str(finding.severity)} for finding in report.findings],
         "compile": None
         if compiled is None
@@ -174,6 +175,9 @@ def lines_of(report: DevReport) -> list[str]:
             lines += [f"  {line}" for line in said[1:]]
     if report.problem is not None:
         lines += _problem_lines(report.problem)
+    if report.open_places:
+        lines.append(_labelled("draft", f"to replace before it can be added: {report.open_places[0]}"))
+        lines += [f"  {place}" for place in report.open_places[1:]]
     return lines
 
 

@@ -277,7 +277,9 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
     if not passes:
         note(f"no timed pass of {name} yet. Next: tilegym-db bench {name}")
     elif not repeated:
-        note(f"Next: tilegym-db bench {name} --force, which times what is done again")
+        (gpu, *others) = sorted({row["gpu"] for row in passes})
+        there = f"Next, on a machine with {gpu}" + (f" or {' or '.join(others)}" if others else "")
+        note(f"{there}: tilegym-db bench {name} --force, which times what is done again")
 
 
 HISTORY_KEY = (

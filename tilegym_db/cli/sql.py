@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,10 +95,25 @@ def print_answer(result: QueryResult, form: Form) -> None:
         write_arrow(form, lambda: result.table)
     elif form.is_table:
         wide = form.wide or (not has_width() and len(result.columns) <= MAX_WHOLE_COLUMNS)
-        print_table(result.columns, result.rows, wide=wide, prose=_sentences(result))
+        rows = _with_short_types(result.rows) if result.columns[-3:] == _DESCRIPTION else result.rows
+        print_table(result.columns, rows, wide=wide, prose=_sentences(result))
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)
+
+
+_DESCRIPTION = ("column_name", "column_type", "comment")
+_STRUCT = re.compile(r"STRUCT\((.*)\)((?:\[\])*)", re.DOTALL)
+
+
+def _with_short_types(rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Name the fields of a struct after the meaning of its column, since one long type would widen every row."""
+    found = []
+    for *place, kind, meaning in rows:
+        struct = _STRUCT.fullmatch(kind)
+        short = (kind, meaning) if struct is None else (f"STRUCT{struct[2]}", f"{meaning}; fields: {struct[1]}")
+        found.append((*place, *short))
+    return found
 
 
 def _sentences(result: QueryResult) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from tilegym_db.cli.kit.options import (
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, is_disabled
+from tilegym_db.records.loop import MIN_SPEEDUP
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.machine import Machine
@@ -333,35 +335,24 @@ def recommend_command(
     if as_json:
         print_json(found.to_dict())
         return
-    columns = (
-        "definition",
-        "stage",
-        "axes",
-        "dtypes",
-        "available",
-        "applied",
-        "award",
-        "op_ratio",
-        "over",
-        "reason",
-    )
-    rows = [
-        tuple("" if value is None else value for value in (getattr(call, name) for name in columns))
-        for call in found.calls
-    ]
-    print_table(
-        columns, rows, prose=("reason",), least=("over", "dtypes", "applied", "stage"), most=("definition", "op_ratio")
-    )
+    columns = ("definition", "stage", "axes", "dtypes", "award", "op_ratio", "over", "reason")
+    rows = [tuple(getattr(call, name) for name in columns) for call in found.calls]
+    print_table(columns, rows, prose=("reason",), least=("over", "dtypes", "stage"), most=("definition", "op_ratio"))
     if is_disabled():
         note(f"{DISABLED}. To see kernels, unset {DISABLE_VARIABLE}.")
         return
+    without = [call for call in found.calls if not call.available]
+    if without:
+        note(
+            f"An award needs {MIN_SPEEDUP:.2f}x over the best baseline, but any kernel faster than stock code may serve."
+        )
+        note(f"To see what serves the first call without an award: {without[0].explain}")
     if found.model_runs:
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])
     else:
-        note(
-            f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config} --dtype {dtype}"
-        )
+        command = f"tilegym-db model bench {shlex.quote(str(config))} --dtype {dtype}"
+        note(f"No run of this model on {gpu} is stored. On a machine with one: {command}")
 
 
 # ---- MCP server -----------------------------------------------------------------------------------------

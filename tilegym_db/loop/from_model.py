@@ -32,13 +32,13 @@ from tilegym_db.models.found import NO_DEFINITION, ModuleGroup
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, keep_workloads, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, config_content, load_config
-from tilegym_db.published.entries import spelled_requirements, why_not_as_required
+from tilegym_db.published.entries import spelled_bits, why_not_as_required
 from tilegym_db.published.table import table_for
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.base import binding_key, canonical_json
 from tilegym_db.records.call import explain_command
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
-from tilegym_db.records.loop import MIN_SPEEDUP, Coverage, Experiment, Task
+from tilegym_db.records.loop import Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate, ModelRun
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
@@ -496,6 +496,8 @@ class Recommended:
     exact: bool = False
     applied: bool = False
     reason: str = ""
+    explain: str = ""
+    """Without an award, the command that tells which kernel serves the call, and why."""
 
 
 @dataclass(frozen=True)
@@ -547,13 +549,13 @@ def recommend(
     with open_store(read_only=True) as store:
         awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
         runs = model_run_rows(store, model_tag(path), slugs)
-    if required:
-        called = {call.definition for call in handle.workloads}
-        awards = [row for row in awards if row["definition"] in called and _is_as_required(row, required)]
+    called = {call.definition for call in handle.workloads}
+    awards = [row for row in awards if row["definition"] in called]
+    verified = [row for row in awards if _is_as_required(row, required)] if required else awards
     return Recommendation(
         model_tag(path),
         gpu,
-        tuple(match(call, awards, Catalog.default(), gpu, required) for call in handle.workloads),
+        tuple(match(call, verified, Catalog.default(), gpu, required, awards) for call in handle.workloads),
         tuple(runs),
     )
 
@@ -591,23 +593,30 @@ def _is_as_required(award: dict[str, Any], required: Collection[str]) -> bool:
 
 
 def match(
-    call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: str, required: Collection[str] = ()
+    call: Workload,
+    awards: list[dict[str, Any]],
+    catalog: Catalog,
+    gpu: str,
+    required: Collection[str] = (),
+    standing: Sequence[dict[str, Any]] = (),
 ) -> Recommended:
     """Return the award for a call: of the same sizes, else of the nearest ones. Reads only the catalog.
 
-    ``required`` is what each of the awards has verified of its bits.
+    ``required`` is what each of the awards has verified of its bits. ``standing`` also has the awards without that.
     """
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
     axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
-    fitting = [row for row in awards if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
+    fitting = _awards_of(call, awards)
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
+        others = len(_awards_of(call, standing))
         reason = (
-            f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype{spelled_requirements(required)} "
-            f"stands on this GPU. For the kernel that serves it: {_explained(call, gpu, required)}"
+            f"{others} award{'' if others == 1 else 's'}, none verified as {spelled_bits(required)}"
+            if others
+            else "no award of this operator and dtype on this GPU"
         )
-        return Recommended(*place, available=False, reason=reason)
+        return Recommended(*place, available=False, reason=reason, explain=_explained(call, gpu, required))
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))
     exact = _distance(dict(best["axes"]), axes) == 0
     return Recommended(
@@ -622,9 +631,14 @@ def match(
     )
 
 
+def _awards_of(call: Workload, awards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in awards if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
+
+
 def _explained(call: Workload, gpu: str, required: Collection[str]) -> str:
     command = explain_command(call.definition, axes_key(call.axes), binding_key(call.dtypes), gpu)
-    return " ".join([command, *(f"--require {name}" for name in sorted(required)[:1])])  # the first includes the second
+    asked = [name.replace("_", "-") for name in sorted(required)[:1]]  # the first includes the second
+    return " ".join([command, *(f"--require {name}" for name in asked)])
 
 
 def _distance(one: dict[str, int], other: dict[str, int]) -> float:

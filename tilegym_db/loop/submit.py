@@ -38,6 +38,7 @@ from tilegym_db.records.base import binding_key, length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.records.solution import signature_problem, why_not_timed
+from tilegym_db.records.trace import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.loop import append, loop_lock, traces_of_source
@@ -121,7 +122,8 @@ def submit(
 
     Returns:
         The attempt. Its verdict is ``promoted``, ``refused`` with the gate and the reason, or ``no_gpu`` if this machine
-        cannot do the last steps. A later call on another machine continues a ``no_gpu`` attempt.
+        cannot do the last steps. A later call on another machine continues a ``no_gpu`` attempt. A verdict ``pending`` with a
+        reason means that other programs disturbed the measurement; a later call repeats it.
 
     Raises:
         UsageError: ``folder`` is not a folder.
@@ -222,6 +224,9 @@ def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) 
     refusal = screen_refusal(submission.task, traces)
     if refusal is not None:
         return submission.refuse(refusal, ids)
+    disturbed = disturbed_at(submission.task, traces)
+    if disturbed:
+        return submission.passed("compiled", reason=next(iter(disturbed.values())).reason, trace_ids=ids)
     if unmeasured(submission.task, traces):
         return submission.refuse(
             AttemptRefusal("screen", "not every workload of the task could be measured here."), ids
@@ -238,7 +243,7 @@ def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
     task, own = submission.task, with_candidates(catalog, submission.home)
     uuids = tuple(item.uuid for item in task.workloads)
     found = _stored(submission, candidate, own, tiers)
-    if unmeasured(task, found):
+    if unmeasured(task, found) or disturbed_at(task, found):
         options: dict[str, Any] = {
             "devices": task.gpu,
             "workload": uuids,
@@ -278,6 +283,9 @@ def _verify(submission: Submission, candidate: SolutionFiles, catalog: Catalog, 
     ids = tuple(trace.trace_id for trace in traces)
     if refusal is not None:
         return submission.refuse(refusal, ids)
+    disturbed = disturbed_at(task, traces)
+    if disturbed:
+        return submission.passed("screened", reason=next(iter(disturbed.values())).reason, trace_ids=ids)
     leave(submission.definition, candidate, catalog, submission.home, root)
     return submission.passed(
         "promoted",
@@ -427,8 +435,11 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
         traces: the submission's traces in tier screen or interpreter. The newest per workload counts.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    disturbed = disturbed_at(task, traces)
     failed = [
-        trace for item in task.workloads if (trace := newest.get(item.uuid)) is not None and trace.status != "PASSED"
+        trace
+        for item in task.workloads
+        if (trace := newest.get(item.uuid)) is not None and trace.status != "PASSED" and item.uuid not in disturbed
     ]
     if failed:  # wrong numbers say more to the author than a workload that could not be measured
         return _failure(min(failed, key=lambda trace: trace.status == "UNSUPPORTED"))
@@ -458,10 +469,13 @@ def award_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str
         reasons: for each trace id without an award, the reason.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    disturbed = disturbed_at(task, traces)
     for item in task.workloads:
         trace = newest.get(item.uuid)
         if trace is None:
             return AttemptRefusal("promotion", f"it was not measured at {axes_key(item.axes)}.")
+        if item.uuid in disturbed:
+            continue
         refusal = _failure(trace)
         if refusal is not None:
             return refusal
@@ -476,6 +490,20 @@ def unmeasured(task: Task, traces: Collection[Trace]) -> list[str]:
     """Return the uuids of a task's workloads that have no trace."""
     seen = {trace.workload_uuid for trace in traces}
     return [item.uuid for item in task.workloads if item.uuid not in seen]
+
+
+def disturbed_at(task: Task, traces: Collection[Trace]) -> dict[str, Trace]:
+    """Return uuid -> newest trace of the workloads whose newest measurement other programs disturbed.
+
+    Such a trace says nothing about the kernel, so that it neither refuses a submission nor counts as measured.
+    """
+    newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    wanted = [newest[item.uuid] for item in task.workloads if item.uuid in newest]
+    return {
+        trace.workload_uuid: trace
+        for trace in wanted
+        if trace.status == "UNSUPPORTED" and trace.reason.startswith(MACHINE_SLOW)
+    }
 
 
 def _failure(trace: Trace) -> AttemptRefusal | None:

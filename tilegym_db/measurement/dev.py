@@ -37,6 +37,7 @@ from tilegym_db.records.workload import SafetensorsInput
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.sandbox.scan import Finding, hard_findings, scan_sources
 from tilegym_db.sandbox.worker import prepare_workers
+from tilegym_db.scaffold.solution_draft import unfinished
 from tilegym_db.verification.add import Sources, read_draft
 from tilegym_db.verification.admission import require_returning_reference, trial_scalars
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
@@ -75,6 +76,8 @@ class DevReport:
     """The draft; None if it could not be read."""
     findings: tuple[Finding, ...] = ()
     """All findings of the static scan, including notes."""
+    open_places: tuple[str, ...] = ()
+    """Each TODO of the draft that is still there. With one it can be tried, and not added."""
     workload: Workload | None = None
     """The one shape of the round."""
     target: str | None = None
@@ -259,7 +262,8 @@ class DevSession:
             definition, self.catalog.workloads_for(definition.name), record, self.options.axes, self.options.dtypes
         )
         findings = scan_sources(record, sources)
-        report = replace(report, findings=findings, workload=workload)
+        places = tuple(unfinished(record, sources, definition))
+        report = replace(report, findings=findings, open_places=places, workload=workload)
         refused = hard_findings(findings)
         if refused:
             reason = "\n".join(map(str, refused))

@@ -17,6 +17,7 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
+from tilegym_db.records.trace import MACHINE_SLOW
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.shared_buffers import (
@@ -191,9 +192,6 @@ def _are_times(value: object, count: int) -> bool:
 # Interleaved rounds share a slow machine fairly only if their calls wait alike. A call with two threads waits for the second one,
 # and a call with one thread may find a free processor. On a busy machine a kernel seemed 1.76x as fast as stock code, with an
 # interval from 1.59x, and was 0.98x as fast minutes later.
-
-MACHINE_SLOW = "the machine became slower while this was measured"
-
 
 MAX_WAITING = "TILEGYM_DB_MAX_WAITING"
 """Variable for the maximum share of waiting, for a machine that is always busy, such as one that runs tests side by side."""

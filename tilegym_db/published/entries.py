@@ -199,7 +199,7 @@ def _ranges(said: Mapping[str, Any]) -> dict[str, tuple[float, float]] | None:
 # ---- may it serve? --------------------------------------------------------------------------------
 # Answers in one place whether a measured kernel may serve a call. Pure: no I/O, no torch, and every no has a reason.
 #
-# Three questions are request in this order:
+# Three questions are asked in this order:
 #
 # 1. :func:`why_not_trusted`: does the measurement count, and for which users? ``publish`` and awards ask only this.
 # 2. :func:`why_not_for_call`: was the kernel verified for such a call?
@@ -368,8 +368,12 @@ REQUIREMENTS: tuple[Requirement, ...] = ("deterministic", "batch_invariant")
 
 def spelled_requirements(required: Collection[str]) -> str:
     """Return ``that is batch-invariant`` with a space before it; "" if nothing is required."""
-    names = [name.replace("_", "-") for name in REQUIREMENTS if name in required]
-    return f" that is {' and '.join(names)}" if names else ""
+    return f" that is {spelled_bits(required)}" if required else ""
+
+
+def spelled_bits(required: Collection[str]) -> str:
+    """Return ``deterministic and batch-invariant``, or what of both is required."""
+    return " and ".join(name.replace("_", "-") for name in REQUIREMENTS if name in required)
 
 
 def why_not_as_required(

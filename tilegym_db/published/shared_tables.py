@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class SharedTable:
     @property
     def why_unused(self) -> str:
         """Return the reason why it does not serve, and the next step."""
-        again = f"tilegym-db data sync {self.address} --tables"
+        again = f"tilegym-db data sync {shlex.quote(self.address)} --tables"
         if self.problem:
             return f"a damaged table of a team: {self.problem.rstrip('.')}. Fetch it again: {again}"
         which = f"the table of {self.gpu} that came from {self.address} ({self.snapshot.published})"

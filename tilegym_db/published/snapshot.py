@@ -18,6 +18,7 @@ import itertools
 import os
 import re
 import secrets
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,7 +221,7 @@ class Snapshot:
         why = "its lock is not signed by this installation" if self.files else f"it has no {LOCK_NAME}"
         return (
             f"{self.folder} is foreign: {why}. If you trust where it came from, bring it in with: "
-            f"tilegym-db data ingest --trust {self.folder}/*/*.jsonl.gz, and publish again"
+            f"tilegym-db data ingest --trust {shlex.quote(str(self.folder))}/*/*.jsonl.gz, and publish again"
         )
 
 

@@ -529,7 +529,12 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
     required = len(positional) - len(arguments.defaults)
     spelled = f"{function.name}({', '.join(positional)})"
     if required > len(given) or (len(positional) < len(given) and arguments.vararg is None):
-        return f"{spelled} does not fit: {definition.name} calls it with ({', '.join(given)})"
+        other = not record.spec.destination_passing_style
+        is_of_other_style = len(positional) == len(called_with(definition, destination_passing_style=other))
+        remedy = (
+            f'; with "destination_passing_style": {str(other).lower()} in its spec it fits' if is_of_other_style else ""
+        )
+        return f"{spelled} does not fit: {definition.name} calls it with ({', '.join(given)}){remedy}"
     without_default = {
         argument.arg
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)

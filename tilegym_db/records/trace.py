@@ -36,6 +36,9 @@ UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
 """Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
 
+MACHINE_SLOW = "the machine became slower while this was measured"
+"""Begin of the reason of an UNSUPPORTED trace that says nothing about its source: the same command may measure it later."""
+
 REPEATABLE_GATES = ("wall clock", "physics floor", "scan")
 """Gates of REJECTED traces that do not say that a number was wrong. A busy machine, false peaks or a rule of the scan may be
 the cause, so a later pass counts again."""

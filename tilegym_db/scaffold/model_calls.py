@@ -12,6 +12,7 @@ the last of their widths.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ def models_of(config: str) -> list[dict[str, Any]]:
         if missing:
             raise UsageError(
                 f"{path}: model {number} has no {missing[0]}. Give it, or name one operator: tilegym-db new workload NAME "
-                f"--from-config {path}",
+                f"--from-config {shlex.quote(str(path))}",
                 code="config_size_missing",
             )
         known.setdefault("name", str(known.get("_name_or_path") or known["model_type"]).rpartition("/")[2].lower())

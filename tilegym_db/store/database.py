@@ -33,6 +33,11 @@ LOCK_TIMEOUT_S = 10.0
 READER_TIMEOUT_S = 600.0
 """Seconds that a reader waits for a command of this package that writes, such as a long ingest."""
 SILENT_S = 2.0
+IDLE_S = 20.0
+IDLE_SHARE = 0.02
+"""A writer that computes less than this share of so many seconds is idle, as a notebook that keeps its store open."""
+SLOW_POLL_S = 0.2
+"""Seconds between the attempts of a reader that waits long. Each attempt opens the file."""
 
 STORAGE_VERSION = "v1.5.0"
 """Format of the files, which DuckDB 1.5's command line and UI can open."""
@@ -76,7 +81,8 @@ class _Trouble:
 
 _TROUBLES = (  # the first that matches counts
     _Trouble(
-        "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again.",
+        "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again. A notebook "
+        "frees the store with store.close(), or shares it if it opens it with open_store(read_only=True).",
         ("Could not set lock",),
         code="store_locked",
     ),
@@ -211,7 +217,8 @@ class Store:
 def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnection:
     """Connect to a DuckDB file, waiting up to ``timeout_s`` seconds for another process to release it.
 
-    A reader with the default timeout waits longer, with a message, while a command of this package writes.
+    A reader with the default timeout waits longer, with a message, while a command of this package writes. It does not wait for
+    one that is idle.
 
     A reader's connection cannot write, access files, load extensions, or change its settings.
 
@@ -221,7 +228,7 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
     import duckdb
 
     started = time.monotonic()
-    said, seen_s = False, -math.inf
+    said, seen_s, activity = False, -math.inf, _Activity()
     while True:
         try:
             connection = duckdb.connect(path, config=_READER, read_only=True) if read_only else _attached(path)
@@ -235,14 +242,46 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
             # A writer that has ended since this attempt gives the file back in a moment.
             if waited_s >= (max(timeout_s, seen_s + SILENT_S) if writer is None else READER_TIMEOUT_S):
                 raise explained(error, path, "open") from error
+            if writer is not None and activity.has_ended(writer):
+                raise explained(error, path, "open") from error
             if writer is not None and waited_s >= SILENT_S and not said:
                 _log.warning("waiting: another tilegym-db (PID %d) writes %s.", writer, path)
                 said = True
         except duckdb.Error as error:
             raise explained(error, path, "open") from error
-        time.sleep(POLL_S)
+        time.sleep(SLOW_POLL_S if said else POLL_S)
     _settle(connection, read_only)
     return connection
+
+
+@dataclass
+class _Activity:
+    """The processor time of a process that others wait for, since the begin of a window of :data:`IDLE_S` seconds."""
+
+    process: int = 0
+    began: float = 0.0
+    used_s: float = 0.0
+
+    def has_ended(self, process: int) -> bool:
+        """Return True at the end of a window in which the process was idle; False if the system does not tell."""
+        used_s, now = processor_seconds(process), time.monotonic()
+        if used_s is None:
+            return False
+        if process == self.process and now < self.began + IDLE_S:
+            return False
+        is_idle = process == self.process and used_s - self.used_s < IDLE_SHARE * (now - self.began)
+        self.process, self.began, self.used_s = process, now, used_s
+        return is_idle
+
+
+def processor_seconds(process: int) -> float | None:
+    """Return the processor time of a process and its threads, if the system has ``/proc``."""
+    try:
+        # The name of the program may have spaces and parentheses.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _attached(path: Path) -> DuckDBPyConnection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,7 @@ def sync_traces(
     if not files:
         raise StoreError(
             f"there are no traces at {data_set.uri}. The first to share some writes them: "
-            f"tilegym-db publish --gpu auto --to {data_set.uri}",
+            f"tilegym-db publish --gpu auto --to {shlex.quote(data_set.uri)}",
             code="data_set_empty",
         )
     names = {Path(f"{data_set.uri}/{file.name}"): file for file in files}
@@ -152,7 +153,7 @@ def query_data_set(
         problems = _renewed(folder, data_set, catalog, trust=trust)
     if problems:
         raise StoreError(
-            f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db data sync {uri}",
+            f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db data sync {shlex.quote(uri)}",
             code="data_set_damaged",
         )
     return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow, timeout_s=timeout_s)

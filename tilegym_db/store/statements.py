@@ -20,7 +20,7 @@ from tilegym_db.records.trace import (
     Tier,
 )
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """Version of ``schema.sql``."""
 
 
@@ -183,7 +183,8 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
     gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
     libs: 'MAP(VARCHAR, VARCHAR)', gpu_uuid: 'VARCHAR', host: 'VARCHAR', tier: 'VARCHAR',
     attempt: 'BIGINT', sandbox_level: 'BIGINT',
-    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[])',
+    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[],
+        scalars MAP(VARCHAR, DOUBLE[]), largest MAP(VARCHAR, BIGINT), largest_elements BIGINT, batch_slices BIGINT)',
     status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
     correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
         deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',

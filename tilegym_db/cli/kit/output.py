@@ -48,7 +48,7 @@ def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
     *,
-    wide: bool = False,
+    wide: bool | None = None,
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
@@ -57,7 +57,7 @@ def print_table(
     """Print a table in the width of the terminal. Numbers are right-aligned, and None is an empty cell.
 
     Args:
-        wide: print every column in full, at any width.
+        wide: print every column in full, at any width. None: the command has no option ``--wide``.
         least: columns to leave out first if there is not enough room.
         most: columns to leave out last.
         prose: columns of sentences, which are wrapped below their row.
@@ -77,15 +77,15 @@ def print_table(
         key=key,
         cuts_names=has_width(),
     )
-    for line in layout.lines:
-        print_line(line)
+    print("\n".join(layout.lines))  # in one write; the cells are printable
     if layout.repeated:
         stated = [f"{name} {value}" for name, value in layout.repeated[:NAMES_IN_A_NOTE]]
         more = len(layout.repeated) - len(stated)
         note(f"in every row: {', '.join(stated)}" + (f", and the same in {more} more columns" if more else ""))
     if layout.dropped:
         named, more = layout.dropped[:NAMES_IN_A_NOTE], len(layout.dropped) - NAMES_IN_A_NOTE
-        note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + "; --wide shows all")
+        how = f"COLUMNS={layout.full_width} before the command" if wide is None else "--wide"
+        note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + f"; {how} shows all")
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
@@ -96,6 +96,8 @@ def _is_numeric(values: Sequence[Any]) -> bool:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:MAX_CELL]
     if value is None:
         return ""
     if isinstance(value, float):
@@ -200,6 +202,8 @@ class Layout:
     dropped: tuple[str, ...] = ()
     repeated: tuple[tuple[str, str], ...] = ()
     """Name and cell of each dropped column that has the same cell in every row."""
+    full_width: int = 0
+    """Characters per line at which no column is dropped or cut."""
 
 
 def lay_out(
@@ -245,13 +249,14 @@ def lay_out(
         }
         for shortest in (READABLE_TEXT, MIN_TEXT)
     )
+    full_width = sum(natural.values()) + GAP * (len(natural) - 1)
     same: list[int] = []
     if width is not None and not cuts_names:
         names = [index for index in shown if index == shown[0] or columns[index] in most]
         for sizes in (readable, narrow):
             sizes |= {index: min(natural[index], width) for index in names}
     if width is not None:
-        if sum(natural.values()) + GAP * (len(natural) - 1) > width:
+        if full_width > width:
             shown = [index for index in shown if index not in empty] or shown[:1]
         order = [columns.index(name) for name in least if name in columns]
         others = [index for index in reversed(shown) if index not in order]
@@ -276,7 +281,7 @@ def lay_out(
     absent = [index for index in range(len(columns)) if index not in shown and index not in (*below, *empty)]
     repeated = [index for index in absent if index in same]
     dropped = tuple(columns[index] for index in absent if index not in repeated)
-    return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated))
+    return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated), full_width)
 
 
 def _telling_apart(kept: Sequence[int], key: Sequence[int], rows: Sequence[Sequence[str]]) -> int | None:
@@ -331,9 +336,11 @@ def _line(
 ) -> str:
     parts = []
     for cell, index in zip(cells, shown, strict=True):
-        text = cut(cell, sizes[index])
-        padding = " " * (sizes[index] - text_width(text))
-        parts.append(padding + text if columns[index] in numeric else text + padding)
+        size = sizes[index]
+        text = cut(cell, size)
+        if not text.isascii():
+            size -= text_width(text) - len(text)
+        parts.append(text.rjust(size) if columns[index] in numeric else text.ljust(size))
     return (" " * GAP).join(parts).rstrip()
 
 

@@ -11,6 +11,7 @@ from tilegym_db.records import Config, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import MACHINE_SLOW
 from tilegym_db.store.database import parsed
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
 DONE = """
     SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
     WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier) AND is_counted(origin, trusted)
+        AND NOT (status = 'UNSUPPORTED' AND starts_with(reason, $disturbed))
     GROUP BY solution_digest, definition_digest, workload_uuid, config_key
 """
 
@@ -85,9 +87,12 @@ SOLUTIONS_OF_RUN = """
 def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str, str]]:
     """Return all (solution digest, definition digest, workload uuid, config id) measured on a GPU, with any verdict.
 
-    ``tier`` None means any tier.
+    What other programs disturbed is not measured. ``tier`` None means any tier.
     """
-    return {(*_pair(row), _config_id(row)) for row in store.rows(DONE, {"gpu": gpu, "tier": tier})}
+    return {
+        (*_pair(row), _config_id(row))
+        for row in store.rows(DONE, {"gpu": gpu, "tier": tier, "disturbed": MACHINE_SLOW})
+    }
 
 
 def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str, str], str]:
