@@ -80,7 +80,6 @@ BANDS = 8
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5Config(**T5, **TOKENS),
     "umt5": lambda: transformers.UMT5Config(**T5, **TOKENS),
-    "longt5": lambda: transformers.LongT5Config(**T5, **TOKENS),
     "bart": lambda: transformers.BartConfig(**BART, **TOKENS),
     "mbart": lambda: transformers.MBartConfig(**BART, **TOKENS, forced_bos_token_id=None),
     "pegasus": lambda: transformers.PegasusConfig(**BART, **TOKENS),
