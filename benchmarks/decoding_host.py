@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import transformers
 
-from tilegym_db.models.decoding import CapturedForward, Decoding
+from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.next_inputs import CapturedForward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from host_graphs import eager

@@ -33,9 +33,10 @@ from roofline_meter import FusedAttention, Meter, Products, Row, attention, expe
 
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.models.call_site import CallSite, unpatched_class
-from tilegym_db.models.decoding import CACHE, why_stock
+from tilegym_db.models.decoding import why_stock
 from tilegym_db.models.found import ModuleGroup, undescribed
 from tilegym_db.models.handle import Handle
+from tilegym_db.models.next_inputs import CACHES
 from tilegym_db.models.patch import discover
 from tilegym_db.models.products import MAX_ROWS, Operators
 from tilegym_db.models.random_model import model_class
@@ -222,7 +223,7 @@ def products(model: Any, cache: Any, catalog: Catalog, meter: Meter) -> Abstract
     name = Operators.of(catalog).one
     config = getattr(model, "generation_config", None)
     with without_autocast():
-        if name is None or config is None or why_stock(model, config, {CACHE: cache}, "greedy_search"):
+        if name is None or config is None or why_stock(model, config, {CACHES[0]: cache}, "greedy_search"):
             return contextlib.nullcontext()
     return Products(meter, model.parameters(), name, MAX_ROWS)
 

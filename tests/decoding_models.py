@@ -17,6 +17,7 @@ TINY = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96,
 }  # fmt: skip
+ENDLESS = {**TINY, "eos_token_id": None}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
@@ -58,14 +59,63 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
     "falcon_h1": lambda: transformers.FalconH1Config(**TINY, **MAMBA, mamba_d_ssm=128),
     "bamba": lambda: transformers.BambaConfig(**TINY, **MAMBA, mamba_expand=2, attn_layer_indices=[1]),
+    "mamba": lambda: transformers.MambaConfig(**ENDLESS, state_size=16),
+    "mamba2": lambda: transformers.Mamba2Config(
+        **ENDLESS, state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=8
+    ),
+    "falcon_mamba": lambda: transformers.FalconMambaConfig(**ENDLESS, state_size=16),
 }
 CONFIGS.update(HYBRIDS)
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96, "decoder_start_token_id": 1}
+T5 = {
+    "vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 8.0,
+}  # fmt: skip
+BART = {
+    "vocab_size": 97, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.3,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+FRAMES = 60
+BANDS = 8
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "t5": lambda: transformers.T5Config(**T5, **TOKENS),
+    "umt5": lambda: transformers.UMT5Config(**T5, **TOKENS),
+    "bart": lambda: transformers.BartConfig(**BART, **TOKENS),
+    "mbart": lambda: transformers.MBartConfig(**BART, **TOKENS, forced_bos_token_id=None),
+    "pegasus": lambda: transformers.PegasusConfig(**BART, **TOKENS),
+    "marian": lambda: transformers.MarianConfig(**BART, **TOKENS, decoder_vocab_size=97),
+    "whisper": lambda: transformers.WhisperConfig(
+        **BART,
+        **TOKENS,
+        num_mel_bins=BANDS,
+        max_source_positions=FRAMES // 2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    ),
+    "speech_to_text": lambda: transformers.Speech2TextConfig(**BART, **TOKENS, input_feat_per_channel=BANDS),
+}
+SPEECH = {"whisper": (BANDS, FRAMES), "speech_to_text": (FRAMES, BANDS)}
 
 
 def made(name: str = "llama") -> Any:
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     return model.to(DEVICE).eval()
+
+
+def made_with_encoder(name: str) -> Any:
+    torch.manual_seed(5)
+    auto: Any = transformers.AutoModelForSpeechSeq2Seq if name in SPEECH else transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(ENCODER_DECODERS[name](), dtype=torch.float32)
+    return model.to(DEVICE).eval()
+
+
+def encoded(name: str, batch: int = 1, length: int = 7, seed: int = 0) -> dict[str, Any]:
+    """Return inputs of an encoder: a prompt, or features of speech of one length."""
+    if name not in SPEECH:
+        return {"input_ids": prompt(batch, length, seed)}
+    features = torch.randn(batch, *SPEECH[name], generator=torch.Generator().manual_seed(seed))
+    return {"input_features": features.to(DEVICE)}
 
 
 def in_graphs(model: Any) -> Decoding:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tilegym_db.models.decoding import CapturedForward, copied
+from tilegym_db.models.decoding import copied
+from tilegym_db.models.next_inputs import HELD, CapturedForward, cache_of
 from tilegym_db.resolver.hot_path import is_replayed, replayed
 
 __all__ = ["eager"]
@@ -24,7 +26,9 @@ def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     """
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
-    cache, outputs = inputs["past_key_values"], transformers.modeling_outputs.CausalLMOutputWithPast()
+    held = {name: inputs[name] for name in HELD if name in inputs}
+    name = cache_of(inputs)
+    cache, outputs = inputs[name], transformers.modeling_outputs.CausalLMOutputWithPast()
     at_capture = host_state(cache)
     modes = _get_current_function_mode_stack()
     ways = [*([replayed] if is_replayed() else []), *((lambda mode=mode: mode) for mode in modes)]
@@ -36,17 +40,34 @@ def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
         with contextlib.ExitStack() as again:
             for way in ways:
                 again.enter_context(way())
-            found = model(**given, past_key_values=cache)
+            again.enter_context(capturing())
+            found = model(**given, **held)
         set_host_state(cache, before)
-        outputs["logits"], outputs["past_key_values"] = found.logits, cache
+        outputs["logits"], outputs[name] = found.logits, cache
 
     try:
-        with NoWaiting():
-            model(**given, past_key_values=cache)
+        with NoWaiting(), capturing():
+            model(**given, **held)
     finally:
         for value, was in on_device:
             value.copy_(was)
     return CapturedForward(replay, kept, outputs)
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Tell transformers in this thread that a graph is captured, so that it does not read tensors."""
+    _here.captures = True
+    try:
+        yield
+    finally:
+        _here.captures = False
+
+
+transformers.utils.import_utils.is_cuda_stream_capturing = lambda: getattr(_here, "captures", False)
 
 
 class NoWaiting(TorchFunctionMode):
@@ -67,8 +88,13 @@ class NoWaiting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def layers_of(cache: Any) -> list[Any]:
+    parts = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
+    return [layer for part in parts if part is not None for layer in part.layers]
+
+
 def tensors_of(cache: Any) -> list[tuple[Any, Any, torch.Tensor]]:
-    layers = [vars(layer) for layer in cache.layers]
+    layers = [vars(layer) for layer in layers_of(cache)]
     places = [*layers, *(value for layer in layers for value in layer.values() if isinstance(value, dict))]
     return [(place, name, value) for place in places for name, value in place.items() if torch.is_tensor(value)]
 
@@ -76,11 +102,11 @@ def tensors_of(cache: Any) -> list[tuple[Any, Any, torch.Tensor]]:
 def host_state(cache: Any) -> list[dict[str, Any]]:
     return [
         {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
-        for layer in cache.layers
+        for layer in layers_of(cache)
     ]
 
 
 def set_host_state(cache: Any, state: list[dict[str, Any]]) -> None:
-    for layer, attributes in zip(cache.layers, state, strict=True):
+    for layer, attributes in zip(layers_of(cache), state, strict=True):
         for name, value in attributes.items():
             setattr(layer, name, dict(value) if isinstance(value, dict) else value)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from tilegym_db import patched
 from tilegym_db.models.parts import attention, biased_attention
@@ -70,6 +71,29 @@ def test_a_bias_in_float16_is_left_to_stock(shop: Any, prompt: Any) -> None:
     assert not handle.report().hits().get(OP)
 
 
+class Joins(TorchFunctionMode):
+    """A mode that counts how often a mask is put into a bias."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.where and args[0].dim() == 4
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("smallest", [1, 4000])
+def test_a_mask_is_put_into_a_bias_once(smallest: int, shop: Any, left_padded: Any) -> None:
+    model, inputs = built(), left_padded((9, 4, 7))
+    with Joins() as stock:
+        tokens = model.generate(**inputs, **TOKENS)
+    with patched(model, catalog=shop.offer(ops=(OP,), smallest=smallest), ops=[OP]) as handle, Joins() as found:
+        assert torch.equal(model.generate(**inputs, **TOKENS), tokens)
+    counts = row(handle).counts
+    assert bool(counts.stock_calls) == (smallest > 1)
+    assert counts.kernel_calls + counts.stock_calls > 0
+    assert found.count == stock.count > 0
+
+
 def test_gradients_with_a_bias_are_those_of_stock(shop: Any, prompt: Any) -> None:
     model, ids = built(), prompt(2)
 
@@ -93,8 +117,15 @@ def ignores_the_bias(module: Any, query: Any, key: Any, value: Any, attention_ma
     return out.transpose(1, 2), None
 
 
-def test_a_function_that_ignores_the_bias_is_unknown() -> None:
-    assert biased_attention.why_other_bits(ignores_the_bias, torch.device("cpu"))
+def ignores_a_mask(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    bias = options.get(attention.BIAS)
+    mask = attention_mask if bias is None else None
+    return transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("function", [ignores_the_bias, ignores_a_mask])
+def test_a_function_of_other_bits_is_unknown(function: Any) -> None:
+    assert biased_attention.why_other_bits(function, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

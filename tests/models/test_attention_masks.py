@@ -19,7 +19,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tilegym_db import Catalog, patched
-from tilegym_db.models.decoding import CapturedForward, Decoding
+from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.next_inputs import CapturedForward
 from tilegym_db.models.parts import attention as part
 
 pytestmark = pytest.mark.sweep(4)

@@ -16,7 +16,9 @@ from decoding_models import CONFIGS, DEVICE, HYBRIDS, ON_GPU, WINDOW, in_graphs,
 from host_graphs import eager
 
 from tilegym_db.models.call_site import AUTOCAST
-from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
+from tilegym_db.models.decoding import Decoding, captured
+from tilegym_db.models.fixed_cache import BUCKET, _copied, bucket_of
+from tilegym_db.models.next_inputs import CapturedForward
 
 pytestmark = pytest.mark.sweep(4)
 
@@ -88,7 +90,7 @@ def test_left_padding_of_windows_and_states_is_that_of_stock(name):
     assert decoding.report().replayed > 2 * WINDOW
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "falcon_h1", "mamba", "mamba2"])
 def test_a_shorter_prompt_after_a_longer_one_decodes_as_in_stock(name):
     stock, model = made(name), made(name)
     decoding = in_graphs(model)
@@ -113,8 +115,6 @@ def test_a_window_has_one_graph_before_it_is_full_and_one_after():
 
 
 def test_states_in_lists_are_copied_to_one_place():
-    from tilegym_db.models.decoding import _copied
-
     found = [torch.ones(2), None, {"a": torch.ones(3), "b": 1}]
     kept = _copied(None, found)
     places = [kept[0].data_ptr(), kept[2]["a"].data_ptr()]
@@ -189,6 +189,13 @@ def test_what_is_not_understood_runs_stock_with_a_reason(name, model):
     report = decoding.report()
     assert report.replayed == 0
     assert len(report.stock) == 1
+
+
+@pytest.mark.parametrize("new", [6, 12])
+def test_few_tokens_over_states_alone_run_stock(new):
+    stock, found, decoding = stock_and_graphs(made("mamba"), prompt(2, 20), max_new_tokens=new, do_sample=False)
+    assert torch.equal(stock, found)
+    assert bool(decoding.report().stock) == (new < 8)
 
 
 def test_hooks_on_a_module_are_called_for_every_token(model):

@@ -12,11 +12,11 @@ from decoding_models import CONFIGS, WINDOW, in_graphs, made, padded, prompt
 
 from tilegym_db.models import next_inputs
 from tilegym_db.models.decoding import _Generation
-from tilegym_db.models.next_inputs import CACHE, IDS, are_equal, are_same
+from tilegym_db.models.next_inputs import CACHES, DECODER, are_equal, are_same
 
 pytestmark = pytest.mark.sweep(4)
 
-OWN_METHODS = {"falcon_h1", "bamba"}
+OWN_METHODS = {"falcon_h1", "bamba", "mamba", "mamba2", "falcon_mamba"}
 """Models that prepare their steps themselves."""
 FOLLOWING = sorted({*CONFIGS} - OWN_METHODS)
 OPTIONS: dict[str, Any] = {"max_new_tokens": 2 * WINDOW + 4, "do_sample": False}
@@ -37,8 +37,8 @@ def compared(monkeypatch) -> list[int]:
         if self.expected is not None:
             should = stock.prepare_inputs_for_generation(self.decoding.model, ids, **options, **arguments)
             assert are_equal(should, found)
-            assert torch.equal(should[IDS], found[IDS])
-            assert should[CACHE] is found[CACHE]
+            assert torch.equal(should[DECODER.ids], found[DECODER.ids])
+            assert should[CACHES[0]] is found[CACHES[0]]
             lengths.append(ids.shape[1])
         return found
 
@@ -263,7 +263,7 @@ def test_inputs_of_a_kind_that_is_not_known_are_left_alone():
     for other in ({"token_type_ids": ids}, {"attention_mask": torch.ones(1, 5)}, {"return_dict": False}):
         positions = torch.zeros(1, 1, dtype=torch.long)
         forward = next_inputs.Advancing(lambda **inputs: None)
-        forward(**{"return_dict": True, "input_ids": ids, "position_ids": positions, CACHE: cache, **other})
+        forward(**{"return_dict": True, "input_ids": ids, "position_ids": positions, CACHES[0]: cache, **other})
         assert not forward.following
         assert not positions.any()
 
@@ -290,5 +290,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def test_equal_means_all_but_the_new_token(name):
     masks = {"full_attention": torch.ones(1, 1, 1, 4), "sliding_attention": torch.ones(1, 1, 1, 2)}
     inputs = {"position_ids": torch.tensor([[2]]), "attention_mask": masks, "logits_to_keep": 1}
-    assert are_equal({**inputs, IDS: torch.tensor([[5]])}, {**inputs, IDS: torch.tensor([[7]])})
-    assert not are_equal({**inputs, IDS: torch.tensor([[5]])}, {**inputs, **DIFFERENT[name], IDS: torch.tensor([[5]])})
+    assert are_equal({**inputs, DECODER.ids: torch.tensor([[5]])}, {**inputs, DECODER.ids: torch.tensor([[7]])})
+    assert not are_equal(
+        {**inputs, DECODER.ids: torch.tensor([[5]])}, {**inputs, **DIFFERENT[name], DECODER.ids: torch.tensor([[5]])}
+    )

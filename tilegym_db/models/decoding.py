@@ -20,7 +20,7 @@ import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -30,38 +30,40 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
+from tilegym_db.models.fixed_cache import (
+    FixedCache,
+    bucket_of,
+    encoded_tokens,
+    first_line,
+    keeps_keys,
+    new_cache,
+    tokens_in,
+    why_not_encoded,
+    why_not_layers,
+)
 from tilegym_db.models.next_inputs import (
-    CACHE,
-    COUNTER,
-    IDS,
-    MASK,
+    DECODER,
+    ENCODER,
+    HELD,
     METHODS,
     RETURN,
     Advancing,
+    CapturedForward,
     are_equal,
     are_same,
+    cache_of,
     inputs_follow,
+    names_of,
     prepares_as_transformers,
 )
 from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
-BUCKET = 256
-"""Lengths of caches are multiples of this, up to a sixteenth of their size more: a graph reads the whole cache in each step."""
 MAX_CACHES = 4
 """Maximum number of caches, each with its graphs; the least recently used one is dropped."""
-MEMORY_SHARE = 0.25
-"""Maximum share of the free memory of a GPU for one cache."""
-_FIXED = {
-    "DynamicLayer": "StaticLayer",
-    "DynamicSlidingWindowLayer": "StaticSlidingWindowLayer",
-    "LinearAttentionLayer": "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-    "DummyLayer": "DummyLayer",
-}
-"""Class of a cache's layer -> the class of a layer of fixed size that computes the same, both in transformers."""
+UNREAD = ("encoder_last_hidden_state", "decoder_hidden_states")
+"""Outputs that ``generate`` does not read, unless the caller wants hidden states."""
 
 
 @dataclass(frozen=True)
@@ -94,169 +96,11 @@ class DecodingReport:
         )
 
 
-def bucket_of(length: int) -> int:
-    """Return the size of the cache for a length: at most a sixteenth larger, or one bucket."""
-    step = max(BUCKET, 1 << max(0, length.bit_length() - 5))
-    return -(-length // step) * step
-
-
-@dataclass(frozen=True)
-class CapturedForward:
-    """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them.
-
-    Attributes:
-        following: the inputs, by name and without the cache, that a replay prepares for the next step; empty if it prepares none.
-    """
-
-    replay: Callable[[], Any]
-    inputs: list[torch.Tensor]
-    outputs: Any
-    following: dict[str, Any] = field(default_factory=dict)
-
-
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(model, inputs by name) -> its forward, captured."""
 
 Replays = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context in which calls are made that a graph will repeat."""
-
-
-@dataclass
-class _Cache:
-    """A cache of fixed size with its graphs. One generation uses it at a time."""
-
-    static: Any
-    graphs: dict[Any, CapturedForward | None] = field(default_factory=dict)
-    """Form of a step -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
-    failed: str = ""
-    in_use: bool = False
-    tokens: int = 0
-    """Tokens in the cache, the count that the device has too."""
-    filled: dict[Any, Any] = field(default_factory=dict)
-    """The host state after the last copy from another cache."""
-    last: CapturedForward | None = None
-    """The graph of the last step; None if it was eager."""
-    windows: list[Any] = field(init=False)
-    """The layers that count on the host."""
-    sizes: tuple[int, ...] = field(init=False)
-    """The different sizes of the windows."""
-
-    def __post_init__(self) -> None:
-        self.windows = [layer for layer in self.static.layers if hasattr(layer, COUNTER)]
-        self.sizes = tuple(sorted({layer.max_cache_len for layer in self.windows}))
-
-    @property
-    def bytes(self) -> int:
-        return sum(value.nbytes for _, value in _attributes(self.static) if isinstance(value, torch.Tensor))
-
-    @property
-    def phase(self) -> tuple[bool, ...]:
-        """The branches that the windows take on the host in the next step, one for each size: True if full."""
-        return tuple([self.tokens >= size for size in self.sizes])
-
-    def count(self, tokens: int) -> None:
-        """Set the counts on the host. The device counts when it runs a step."""
-        self.tokens = tokens
-        for layer in self.windows:
-            setattr(layer, COUNTER, tokens)
-
-    def free(self) -> None:
-        """Free its memory, and keep the reason why it failed."""
-        self.graphs.clear()
-        self.last, self.static.layers, self.windows = None, [], []
-
-    def fill_from(self, dynamic: Any) -> None:
-        """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
-        tokens = int(dynamic.get_seq_length())
-        self.last = None
-        for layer, found in zip(self.static.layers, dynamic.layers, strict=True):
-            if hasattr(layer, "conv_states"):
-                _copy_states(layer, found)
-            if isinstance(getattr(found, "keys", None), torch.Tensor):
-                _copy_keys_and_values(layer, found, tokens)
-        self.count(tokens)
-        if self.graphs and self.filled != self.host_state():
-            self.graphs.clear()  # they read other memory
-        self.filled = self.host_state()
-
-    def host_state(self) -> dict[Any, Any]:
-        """Return what a graph takes from the host: addresses and settings of the layers, without the counts."""
-        return {
-            name: value.data_ptr() if isinstance(value, torch.Tensor) else value
-            for name, value in _attributes(self.static)
-            if name[1] != COUNTER
-        }
-
-
-def _attributes(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the attributes of each layer; those of a state have its index in their name."""
-    for index, layer in enumerate(cache.layers):
-        for name, value in vars(layer).items():
-            if isinstance(value, dict | list):
-                inner = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from (((index, name, key), one) for key, one in inner)
-            else:
-                yield (index, name), value
-
-
-def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:
-    """Copy keys and values to their places: at the start, or at the end of a window that is full."""
-    if not layer.is_initialized:
-        layer.lazy_initialization(found.keys, found.values)
-    size = layer.keys.shape[-2]
-    is_full = tokens >= size
-    length = min(found.keys.shape[-2], size - 1 if is_full else tokens)
-    start = size - length if is_full else 0
-    for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
-        for unseen in (kept[..., :start, :], kept[..., start + length :, :]):
-            if unseen.numel():
-                unseen.zero_()  # masked, but 0 * NaN is NaN
-        kept[..., start : start + length, :].copy_(given[..., given.shape[-2] - length :, :])
-    layer.cumulative_length.fill_(min(tokens, size))
-
-
-def _copy_states(layer: Any, found: Any) -> None:
-    """Copy the states of linear attention, which have one size, and what the host knows about them."""
-    for name in vars(found if type(found) is type(layer) else _linear_layer()()):
-        setattr(layer, name, _copied(getattr(layer, name), getattr(found, name)))
-
-
-def _copied(kept: Any, found: Any) -> Any:
-    """Return a value of a layer: a tensor is copied into the one that is kept, if there is one."""
-    if isinstance(found, torch.Tensor):
-        if isinstance(kept, torch.Tensor) and kept.shape == found.shape and kept.dtype == found.dtype:
-            return kept.copy_(found)
-        return found.clone()
-    if isinstance(found, dict):
-        own = kept if isinstance(kept, dict) else {}
-        return {key: _copied(own.get(key), value) for key, value in found.items()}
-    if isinstance(found, list):
-        own = dict(enumerate(kept)) if isinstance(kept, list) else {}
-        return [_copied(own.get(index), value) for index, value in enumerate(found)]
-    return found
-
-
-@functools.cache
-def _moving(window: Any) -> Any:
-    """Return a subclass of a window's layer whose full window moves without a copy from the host, which no graph may contain."""
-
-    def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens = getattr(self, COUNTER)
-        if not self.is_initialized or tokens < self.max_cache_len or keys.shape[-2] != 1:
-            return window.update(self, keys, values, *args, **kwargs)
-        for kept, given in ((self.keys, keys), (self.values, values)):
-            kept.copy_(torch.cat((kept[..., 1:, :], given), dim=-2))
-        setattr(self, COUNTER, tokens + 1)
-        return self.keys, self.values
-
-    return type(window.__name__, (window,), {"update": update, "__module__": window.__module__})
-
-
-@functools.cache
-def _linear_layer() -> Any:
-    from transformers.cache_utils import LinearAttentionLayer
-
-    return LinearAttentionLayer
 
 
 class Decoding:
@@ -274,7 +118,7 @@ class Decoding:
         self._capture = _with_next_inputs(capture or captured)
         self._calls_are_replayed = replayed
         self.kind = next((parameter.device.type for parameter in model.parameters()), "")
-        self._caches: OrderedDict[Any, _Cache] = OrderedDict()
+        self._caches: OrderedDict[Any, FixedCache] = OrderedDict()
         self._state: Any = None
         self._lock = threading.Lock()
         self._here = threading.local()
@@ -346,7 +190,7 @@ class Decoding:
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
-    def lease(self, batch: int, length: int, dynamic: Any) -> _Cache | str:
+    def lease(self, batch: int, length: int, dynamic: Any) -> FixedCache | str:
         """Return a cache for one generation, which gives it back at its end, or the reason for none.
 
         ``dynamic`` is the cache of transformers so far: it has the classes and sizes of the layers.
@@ -362,13 +206,14 @@ class Decoding:
             if state != self._state:  # graphs would read weights that the model does not have any more
                 self._caches, self._state = OrderedDict(), state
             numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-            key = batch, bucket_of(length), torch.is_inference_mode_enabled(), numerics
+            length = bucket_of(length) if keeps_keys(dynamic) else 0  # states have one size
+            key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics
             cache = self._caches.pop(key, None)
             if cache is None:
-                made = _new_cache(model, dynamic, bucket_of(length))
+                made = new_cache(model, dynamic, length)
                 if isinstance(made, str):
                     return made
-                cache = _Cache(made)
+                cache = FixedCache(made)
             self._caches[key] = cache
             while len(self._caches) > MAX_CACHES:
                 self._caches.popitem(last=False)
@@ -381,7 +226,7 @@ class Decoding:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def step(self, cache: _Cache, inputs: dict[str, Any]) -> Any:
+    def step(self, cache: FixedCache, inputs: dict[str, Any]) -> Any:
         """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
         model, tokens = self.model, cache.tokens
         cache.last = None
@@ -408,7 +253,7 @@ class Decoding:
                     graph = cache.graphs[form] = self._capture(model, inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
-                cache.failed = f"its forward cannot be captured: {_first_line(error)}"
+                cache.failed = f"its forward cannot be captured: {first_line(error)}"
                 self.count(cache.failed)
                 cache.count(tokens)  # the capture may have counted on the host, but the device has not run
                 outputs = model(**inputs)
@@ -418,13 +263,13 @@ class Decoding:
             kept.copy_(given)
         return self.replay(cache, graph)
 
-    def follow(self, cache: _Cache, graph: CapturedForward, ids: torch.Tensor) -> Any:
+    def follow(self, cache: FixedCache, graph: CapturedForward, ids: torch.Tensor) -> Any:
         """Run a graph again on the inputs that its last replay has left, with a new token."""
-        graph.following[IDS].copy_(ids)
+        graph.following[names_of(graph.following).ids].copy_(ids)
         self._followed += 1
         return self.replay(cache, graph)
 
-    def replay(self, cache: _Cache, graph: CapturedForward) -> Any:
+    def replay(self, cache: FixedCache, graph: CapturedForward) -> Any:
         """Run a graph whose inputs are in place."""
         graph.replay()
         cache.count(cache.tokens + 1)
@@ -438,9 +283,12 @@ class _Generation:
     """One call of ``generate``: what it may use, and how far it is."""
 
     decoding: Decoding
-    cache: _Cache | None = None
+    cache: FixedCache | None = None
     batch: int = 0
     length: int = 0
+    """Maximum number of tokens."""
+    prompt: int = 0
+    """Tokens of the prompt, which a cache of states does not count."""
     may_use_graphs: bool = False
     may_follow: bool = False
     """The next inputs follow from the last ones, as far as the model's methods and configuration say."""
@@ -457,36 +305,37 @@ class _Generation:
 
     def step(self, *_: Any, **inputs: Any) -> Any:
         """Run the forward of one new token."""
-        given = inputs.get(CACHE)
-        if self.cache is not None and given is self.cache.static:
+        name, ids = cache_of(inputs), names_of(inputs).ids
+        if self.cache is not None and inputs.get(name) is self.cache.static:
             graph, expected, self.expected = self.proven, self.expected, None
             if graph is None or expected is None or not are_same(inputs, expected):
                 if expected is not None:
                     self.proven = None  # the replay leaves what follows from inputs of other code
-                return self.decoding.step(self.cache, inputs)
-            return self.decoding.follow(self.cache, graph, inputs[IDS])
+                return self.decoding.step(self.cache, self.cache.with_encoded(inputs))
+            return self.decoding.follow(self.cache, graph, inputs[ids])
         model = self.decoding.model
         outputs = model(**inputs)
-        ids = inputs.get(IDS)
-        is_one_token = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1  # else a part of the prompt
+        tokens = inputs.get(ids)
+        is_one_token = isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1  # else a part of the prompt
         if self.may_use_graphs and self.cache is None and is_one_token:
             self.may_use_graphs = False
-            leased: _Cache | str = _why_not_outputs(outputs)
-            if not leased and self.length - int(outputs[CACHE].get_seq_length()) < MIN_NEW_TOKENS:
+            leased: FixedCache | str = _why_not_outputs(outputs)
+            seen = tokens_in(outputs[name]) or self.prompt + 1
+            if not leased and self.length - seen < MIN_NEW_TOKENS:
                 leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
-            leased = leased or self.decoding.lease(self.batch, self.length, outputs[CACHE])
+            leased = leased or self.decoding.lease(self.batch, self.length, outputs[name])
             if isinstance(leased, str):
                 self.decoding.count(leased)
             else:
                 self.cache = leased
                 try:
-                    leased.fill_from(outputs[CACHE])
+                    leased.fill_from(outputs[name], inputs.get(ENCODER))
                 except torch.OutOfMemoryError:
                     leased.failed = "there was no memory for a cache of fixed size; lower max_new_tokens"
                     leased.free()
                     self.decoding.count(leased.failed)
                 else:
-                    outputs[CACHE] = leased.static
+                    outputs[name] = leased.static
                     self.may_follow = inputs_follow(model, self.decoding.ours)
         return outputs
 
@@ -498,13 +347,14 @@ class _Generation:
         if graph is not None and (not graph.following or cache.phase != self.phase):
             graph = None
         if graph is not None and graph is self.proven and are_same(arguments, self.arguments):
-            token = ids[:, -1:]
-            if token.shape == graph.following[IDS].shape:
-                following = {**graph.following, IDS: token, CACHE: cache.static}
+            token, name = ids[:, -1:], names_of(graph.following).ids
+            if token.shape == graph.following[name].shape:
+                following = {**graph.following, name: token, cache_of(arguments): cache.static}
                 self.expected = {**following, RETURN: True}
                 return following
         self.arguments, self.phase, self.proven = arguments, cache.phase, None
         prepared: dict[str, Any] = stock.prepare_inputs_for_generation(model, ids, **options, **arguments)
+        prepared = cache.with_encoded(prepared)
         if graph is not None:
             self.may_follow = are_equal(prepared, graph.following)
             self.proven = graph if self.may_follow else None
@@ -526,16 +376,24 @@ class _Generation:
             updated: dict[str, Any] = more(outputs, arguments, is_encoder_decoder, num_new_tokens)
             return updated
         if not self.grown:
-            longest = more({}, dict(arguments), num_new_tokens=bucket_of(self.length))
+            longest = more({}, dict(arguments), is_encoder_decoder, bucket_of(self.length))
             self.grown = {name: value for name, value in longest.items() if value is not arguments[name]}
         for name, value in self.grown.items():
             arguments[name] = value[..., : arguments[name].shape[-1] + 1]
         self.arguments = dict(arguments)
         return arguments
 
+    def restart(self) -> None:
+        """Begin another generation inside the same call, such as that of the next piece of audio."""
+        self.close()
+        self.cache = self.proven = self.expected = None
+        self.may_use_graphs, self.may_follow = False, False
+        self.arguments, self.grown = {}, {}
+
     def close(self) -> None:
         """Give the cache back; one that failed is not used again."""
         if self.cache is not None:
+            self.cache.given = self.cache.mask = None
             if self.cache.failed:
                 self.cache.free()
             self.cache.in_use = False
@@ -547,7 +405,9 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
 
     @functools.wraps(stock.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation = _Generation(decoding)
+        given = args[0] if args else kwargs.get("inputs", kwargs.get(DECODER.ids))
+        tokens = given.shape[1] if isinstance(given, torch.Tensor) and given.ndim == 2 else 0
+        generation = _Generation(decoding, prompt=tokens)
         decoding.generations.append(generation)
         try:
             return stock.generate(self, *args, **kwargs)
@@ -559,10 +419,11 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     def prepare(
         self: Any, config: Any, kwargs: dict[str, Any], mode: Any, batch_size: int, length: int, *rest: Any
     ) -> Any:
-        given = kwargs.get(CACHE)
+        given = kwargs.get(cache_of(kwargs))
         prepared = stock._prepare_cache_for_generation(self, config, kwargs, mode, batch_size, length, *rest)
         if decoding.generations and decoding.is_open:
             generation = decoding.generations[-1]
+            generation.restart()
             reason = why_stock(self, config, kwargs, mode) if given is None else "the caller gives a cache"
             generation.may_use_graphs = not reason
             generation.batch = batch_size * max(config.num_return_sequences or 1, 1)
@@ -599,7 +460,7 @@ def _preparing_methods(base: type, decoding: Decoding) -> dict[str, Callable[...
     def prepare_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         generation = decoding.generations[-1] if decoding.generations and not args else None
         cache = generation.cache if generation is not None else None
-        if generation is None or cache is None or kwargs.get(CACHE) is not cache.static:
+        if generation is None or cache is None or kwargs.get(cache_of(kwargs)) is not cache.static:
             return stock.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
         options = {name: kwargs.pop(name) for name in ("next_sequence_length", "is_first_iteration") if name in kwargs}
         return generation.prepare(stock, input_ids, kwargs, **options)
@@ -608,7 +469,7 @@ def _preparing_methods(base: type, decoding: Decoding) -> dict[str, Callable[...
     def update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         generation = decoding.generations[-1] if decoding.generations else None
         cache = generation.cache if generation is not None else None
-        if generation is None or cache is None or model_kwargs.get(CACHE) is not cache.static:
+        if generation is None or cache is None or model_kwargs.get(cache_of(model_kwargs)) is not cache.static:
             return stock._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
         return generation.update(stock, outputs, model_kwargs, *args, **kwargs)
 
@@ -627,22 +488,23 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         kwargs: arguments of the model, with the cache that transformers made.
         mode: of generation.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, EncoderDecoderCache
 
-    cache = kwargs.get(CACHE)
+    cache: Any = kwargs.get(cache_of(kwargs))
+    parts = [cache]
+    if type(cache) is EncoderDecoderCache:
+        parts = [cache.self_attention_cache, cache.cross_attention_cache]
     if _has_modes():
         return "a mode must see each operation of PyTorch"
     if torch.is_autocast_enabled(model.device.type):
         return AUTOCAST
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
         return f"{getattr(mode, 'value', mode)} is left to transformers"
-    if model.config.is_encoder_decoder:
-        return "an encoder-decoder model"
     if model.training:
         return "the model is in training mode"
-    if type(cache) is not DynamicCache:
+    if any(type(part) is not DynamicCache for part in parts):
         return "it has no cache, or one that transformers does not make by default"
-    if reason := _why_not_layers(cache):
+    if reason := why_not_layers(cache) or why_not_encoded(kwargs.get(ENCODER)):
         return reason
     if config.return_dict_in_generate:
         return "the caller wants the cache back (return_dict_in_generate)"
@@ -655,67 +517,12 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     return ""
 
 
-def _why_not_layers(cache: Any) -> str:
-    """Return the reason why the layers of a cache cannot have a fixed size; empty if they can."""
-    from transformers import cache_utils
-
-    known = [getattr(cache_utils, name, None) for name in _FIXED]
-    for layer in cache.layers:
-        if type(layer) not in known:
-            return f"its cache has a {type(layer).__name__}, and no cache of fixed size that is known holds the same"
-        if getattr(layer, "record_past", False):
-            return "its cache records the past"
-    if cache.layers and not any(hasattr(layer, "keys") for layer in cache.layers):
-        return "its cache counts no tokens, because no layer keeps keys"
-    return ""
-
-
-def _new_cache(model: Any, dynamic: Any, length: int) -> Any:
-    """Return an empty cache of fixed size for the layers of another cache, or the reason for none."""
-    from transformers import StaticCache
-
-    if reason := _why_not_layers(dynamic):
-        return reason
-    config = model.config.get_text_config(decoder=True)
-    try:
-        cache: Any = StaticCache(config=config, max_cache_len=length)
-    except (KeyError, NotImplementedError, TypeError) as error:
-        return f"transformers has no cache of fixed size for it: {_first_line(error)}"
-    fixed = [_FIXED[type(layer).__name__] for layer in dynamic.layers]
-    if [type(layer).__name__ for layer in cache.layers] != fixed:
-        return "its cache of fixed size has other kinds of layers"
-    for layer in cache.layers:
-        counts_on_host = hasattr(layer, "cumulative_length") and not isinstance(layer.cumulative_length, torch.Tensor)
-        if counts_on_host or (getattr(layer, "is_sliding", False) and not hasattr(layer, COUNTER)):
-            return "this version of transformers counts the tokens of a cache on the host"
-        if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
-            return "a window of its cache has one position"
-        if getattr(layer, "is_sliding", False):
-            window: Any = type(layer)
-            layer.__class__ = _moving(window)
-    needed = _bytes_of_cache(dynamic, cache)
-    free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else needed
-    if model.device.type == "cuda" and needed > MEMORY_SHARE * free:
-        return f"a cache of fixed size would take {needed >> 20} MiB of {free >> 20} MiB free; lower max_new_tokens"
-    return cache
-
-
-def _bytes_of_cache(dynamic: Any, static: Any) -> int:
-    """Return the bytes that a cache of fixed size needs for the layers of another cache."""
-    needed = 0
-    lengths = [getattr(layer, "max_cache_len", 0) for layer in static.layers]
-    for (index, name, *_), value in _attributes(dynamic):
-        if isinstance(value, torch.Tensor):
-            is_grown = name in ("keys", "values")
-            needed += value.nbytes // max(value.shape[-2], 1) * lengths[index] if is_grown else value.nbytes
-    return needed
-
-
 def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
     """Return the reason if the forward would derive positions or masks from counts on the host; empty if they are inputs."""
-    if not isinstance(inputs.get("position_ids"), torch.Tensor):
+    names = names_of(inputs)
+    if not isinstance(inputs.get(names.positions), torch.Tensor):
         return "its cache has a window, and the forward counts the positions itself"
-    given = inputs.get(MASK)
+    given = inputs.get(names.mask)
     masks = list(given.values()) if isinstance(given, dict) else [given]
     if isinstance(given, dict) or (isinstance(given, torch.Tensor) and given.ndim == 4):
         return (
@@ -727,8 +534,9 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
 
 
 def _why_not_outputs(outputs: Any) -> str:
-    if {*outputs} != {"logits", CACHE}:
-        return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', CACHE}))}"
+    more = {*outputs} - {"logits", cache_of(outputs), *UNREAD}
+    if more or "logits" not in outputs:
+        return f"the model returns more than logits: {', '.join(sorted(more))}"
     return ""
 
 
@@ -805,7 +613,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ..
 
 def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]) -> None:
     for name, value in inputs.items():
-        if name == CACHE:
+        if name in HELD:
             continue
         form.append(name)
         if isinstance(value, torch.Tensor):
@@ -821,12 +629,12 @@ def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]
 
 
 def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
-    """Return a copy of inputs without the cache, and add its tensors to ``kept`` in the order of :func:`_split`."""
+    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`_split` does."""
     if isinstance(inputs, torch.Tensor):
         kept.append(inputs.clone())
         return kept[-1]
     if type(inputs) is dict:
-        return {name: copied(value, kept) for name, value in inputs.items() if name != CACHE}
+        return {name: copied(value, kept) for name, value in inputs.items() if name not in HELD}
     if type(inputs) in (list, tuple):
         return type(inputs)(copied(value, kept) for value in inputs)
     return inputs
@@ -850,11 +658,8 @@ def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
-    where = torch.cuda.device(inputs[IDS].device)  # a graph has the work of the current GPU, which may be another
+    held = {name: inputs[name] for name in HELD if name in inputs}
+    where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
     with _capturing, where, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = model(**given, **{CACHE: inputs[CACHE]})
+        outputs = model(**given, **held)
     return CapturedForward(graph.replay, kept, outputs)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

@@ -2,24 +2,72 @@
 
 Transformers prepares them anew for each token, with about twenty small launches, and the device waits for the host. A graph can
 end with them at next to no cost. This holds for models whose steps transformers itself prepares, with masks of known kinds.
+
+The inputs of a decoder behind an encoder have other names. What the encoder gives stays the same in all steps of a generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-CACHE = "past_key_values"
-IDS = "input_ids"
+CACHES = ("past_key_values", "cache_params")
+"""Names of a cache, among the inputs of a model and among its outputs. The second one is that of a cache of states."""
 MASK = "attention_mask"
-POSITIONS = "position_ids"
+"""A mask of the tokens; behind an encoder, one of the encoder's outputs."""
+ENCODER = "encoder_outputs"
+HELD = (*CACHES, ENCODER)
+"""Inputs in memory that stays where it is, so that a graph reads them there."""
 RETURN = "return_dict"
 COUNTER = "cumulative_length_int"
 """The count of tokens that a window of a cache keeps on the host."""
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """The methods of a model that make the inputs of a step."""
+
+
+class InputNames(NamedTuple):
+    """Names of the inputs of a step that change with each token."""
+
+    ids: str
+    mask: str
+    positions: str
+
+
+DECODER = InputNames("input_ids", MASK, "position_ids")
+BEHIND_ENCODER = InputNames(*(f"decoder_{name}" for name in DECODER))
+
+
+def names_of(inputs: Mapping[str, Any]) -> InputNames:
+    """Return the names of the inputs of a step."""
+    return BEHIND_ENCODER if BEHIND_ENCODER.ids in inputs else DECODER
+
+
+def cache_of(values: Mapping[str, Any]) -> str:
+    """Return the name of the cache among inputs, arguments or outputs."""
+    return next((name for name in CACHES if values.get(name) is not None), CACHES[0])
+
+
+def own_layers(cache: Any) -> list[Any]:
+    """Return the layers of a cache with what the decoder's own tokens left."""
+    layers: list[Any] = getattr(cache, "self_attention_cache", cache).layers
+    return layers
+
+
+@dataclass(frozen=True)
+class CapturedForward:
+    """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them.
+
+    Attributes:
+        following: inputs by name, without the cache, which a replay leaves as the next step needs them; empty if it does not.
+    """
+
+    replay: Callable[[], Any]
+    inputs: list[torch.Tensor]
+    outputs: Any
+    following: dict[str, Any] = field(default_factory=dict)
 
 
 class Advancing:
@@ -36,29 +84,34 @@ class Advancing:
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the forward, then change its inputs in place."""
-        layers = inputs[CACHE].layers
+        layers = own_layers(inputs[cache_of(inputs)])
         windows = [layer for layer in layers if hasattr(layer, COUNTER)]
         full = {layer.max_cache_len for layer in windows if getattr(layer, COUNTER) >= layer.max_cache_len}
         outputs = self._model(**inputs)
         if _are_known(inputs):
             _advance(inputs, layers, full)
-            self.following.update((name, value) for name, value in inputs.items() if name not in (CACHE, RETURN))
+            self.following.update((name, value) for name, value in inputs.items() if name not in (*CACHES, RETURN))
         return outputs
 
 
 def _are_known(inputs: Mapping[str, Any]) -> bool:
-    """Return True if the tensors of a step are one token a sequence, positions, and masks for each pair of tokens."""
-    ids = inputs.get(IDS)
+    """Return True if the tensors of a step are one token a sequence, positions, and masks for each pair of tokens.
+
+    Behind an encoder there are also its outputs and a mask of them, which stay.
+    """
+    names = names_of(inputs)
+    ids = inputs.get(names.ids)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or inputs.get(RETURN) is not True:
         return False
     if any(not isinstance(mask, torch.Tensor) or mask.ndim != 4 for mask in _masks(inputs)):
         return False
-    others = [value for name, value in inputs.items() if name not in (IDS, POSITIONS, MASK, CACHE)]
+    explained = (*names, *HELD, MASK)
+    others = [value for name, value in inputs.items() if name not in explained]
     return all(value is None or type(value) in (bool, int, str) for value in others)
 
 
 def _masks(inputs: Mapping[str, Any]) -> list[Any]:
-    given = inputs.get(MASK)
+    given = inputs.get(names_of(inputs).mask)
     return [mask for mask in (given.values() if isinstance(given, dict) else [given]) if mask is not None]
 
 
@@ -70,9 +123,10 @@ def _advance(inputs: Mapping[str, Any], layers: list[Any], full: set[int]) -> No
         layers: of the cache, which has the token of that step already.
         full: sizes of the windows that were full before that step.
     """
-    if isinstance(positions := inputs.get(POSITIONS), torch.Tensor):
+    names = names_of(inputs)
+    if isinstance(positions := inputs.get(names.positions), torch.Tensor):
         positions.add_(1)
-    device = inputs[IDS].device  # a layer that is not in use has its count on the CPU
+    device = inputs[names.ids].device  # a layer that is not in use has its count on the CPU
     counts = [
         layer.cumulative_length
         for layer in layers
@@ -136,12 +190,15 @@ def are_equal(prepared: Mapping[str, Any], following: Mapping[str, Any]) -> bool
 
     It waits for the device.
     """
-    if {*prepared} - {CACHE} != {*following} - {CACHE}:
+    if {*prepared} - {*CACHES} != {*following} - {*CACHES}:
         return False
-    return all(_is_equal(value, following[name], name == IDS) for name, value in prepared.items() if name != CACHE)
+    ids = names_of(prepared).ids
+    return all(_is_equal(value, following[name], name == ids) for name, value in prepared.items() if name not in CACHES)
 
 
 def _is_equal(value: Any, other: Any, has_other_values: bool = False) -> bool:
+    if value is other:
+        return True
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         is_like = (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device)
         return is_like and (has_other_values or torch.equal(value, other))

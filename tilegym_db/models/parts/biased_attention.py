@@ -1,11 +1,13 @@
 """The ``sdpa`` attention of models with a bias of scores by position, such as T5: the model's own function, or a kernel.
 
 The forward of such a model passes the bias to its attention as an argument. The Definition takes the bias as it is and knows the
-order of positions, so a call without a mask makes no copy of the bias. A mask is put into the bias first, as in stock code.
+order of positions, so a call without a mask makes no copy of the bias. A mask is put into the bias first, as in stock code. If no
+kernel serves the call, stock code gets the bias with the mask in it, so neither is read twice.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import types
@@ -35,6 +37,7 @@ from tilegym_db.models.parts.attention import (
     Sdpa,
     Sites,
     answer,
+    drawn_mask,
     other_options,
     passes_bias,
     sdpa_function,
@@ -90,11 +93,20 @@ def why_other_bits(function: Function, device: torch.device) -> str:
     for is_causal, queries, keys in itertools.product((True, False), (1, ROWS), (ROWS, 2 * ROWS)):
         query, bias = draw(2, 4, queries, SIZES["Dv"]), draw(1, 4, queries, keys)
         key, value = draw(2, 4, keys, SIZES["Dv"]), draw(2, 4, keys, SIZES["Dv"])
+        flags = drawn_mask(query, key)
+        numbers = torch.zeros_like(flags, dtype=bias.dtype).masked_fill(~flags, torch.finfo(bias.dtype).min)
+        asked = functools.partial(function, _asking(is_causal), query, key, value)
         try:
             with torch.no_grad():
-                out, _ = function(_asking(is_causal), query, key, value, None, **_options(bias))
+                out, _ = asked(None, **_options(bias))
+                pairs = [
+                    (asked(mask, **_options(bias))[0], asked(with_mask(bias, mask), **_options(None))[0])
+                    for mask in (flags, numbers)
+                ]
         except of_models() as error:
             return f"it raises {type(error).__name__} in a probe"
+        if not all(torch.equal(*pair) for pair in pairs):
+            return f"its bits for {queries} queries, {keys} keys, a bias and a mask are not those of both in one"
         if is_causal and queries > 1:
             key, value, bias = key[:, :, :queries], value[:, :, :queries], bias[..., :queries]
             bias = torch.where(torch.ones_like(bias, dtype=torch.bool).tril(), bias, torch.finfo(bias.dtype).min)
@@ -107,7 +119,7 @@ def _asking(is_causal: bool) -> Any:
     return types.SimpleNamespace(is_causal=is_causal, training=False, layer_idx=0)
 
 
-def _options(bias: torch.Tensor) -> dict[str, Any]:
+def _options(bias: torch.Tensor | None) -> dict[str, Any]:
     return {"dropout": 0.0, "scaling": SCALE, BIAS: bias}
 
 
@@ -154,12 +166,22 @@ def attention_function(stock: Function, sites: Sites) -> Function:
             # A static cache that is still empty: attention is causal from its start, so stock drops the other keys as well.
             key, value, bias = key[:, :, :positions], value[:, :, :positions], bias[..., :positions]
         if mask is not None:
-            bias = torch.where(mask, bias, torch.finfo(key.dtype).min) if mask.dtype == torch.bool else bias + mask
+            bias = with_mask(bias, mask)
         scaling = options.get("scaling")
         scale = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
-        return answer(site, module.training, query, key, value, bias, hides_later, scale)
+        out = answer(site, module.training, query, key, value, bias, hides_later, scale)
+        if out is None and mask is not None:
+            rest = {name: option for name, option in options.items() if name not in ("attention_mask", BIAS)}
+            out, _ = stock(module, query, key, value, bias, **rest)
+        return out
 
     return served_or_stock(stock, serve)
+
+
+def with_mask(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous bias that also hides what a mask hides. It is the mask that stock code makes of both."""
+    joined = torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+    return joined.contiguous()
 
 
 def why_other_bias(bias: Any, query: torch.Tensor, key: torch.Tensor) -> str:
