@@ -26,11 +26,15 @@ from tilegym_db.verification.inputs import has_spreads
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
 """Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
+ALL_TILES = FEW_ROWS[-1]
+"""The range in which the number of rows is always one that nearly every tile divides."""
 VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
 """More rows than a grid dimension and a 16-bit number can have; the second range if the first one is too expensive."""
 LONG_ROWS, VERY_LONG_ROWS = ((1 << 10, 1 << 12), (1 << 12, 1 << 14), (1 << 14, 1 << 16)), ((1 << 16) + 1, 1 << 18)
 WHOLE_SHARE = 0.6
 """Share of sizes that are multiples of a power of two, as batches are; the others are odd, and often primes."""
+COMPOSITES, COMPOSITE_SHARE = (20160, 3360, 1440), 0.2
+"""Sizes that nearly every tile divides, such as 96, 144 or 320, and the share of sizes that are multiples of one of them."""
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
@@ -60,6 +64,8 @@ _MAX_MATRICES_OF_WHOLE = 1 << 11
 _MAX_DRAWN = 1 << 20
 _COMPARED_ROWS = 64
 _MARKS = (1 << 10, 1 << 15, 1 << 16)
+_NEAR_THE_END, _LAST_ROWS = 4, 256
+"""Number of compared rows among the last ones, which may be one tile."""
 _LARGE_TRIES = 40
 _SIZES_OF_OTHERS = 2
 """Number of sets of sizes of the other axes that cases of one kind share. A kernel compiles anew for most sets."""
@@ -164,8 +170,8 @@ class _Large:
     """Kinds of sizes -> sets of sizes of all axes that a case was made with."""
     several: Collection[str] = ()
     """Axes of rows and tokens, which are not tiny where others are, and whose ids are spread as usual."""
-    turns: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of the cases that were made, for their contents."""
+    turns: tuple[Iterator[int], Iterator[int]] = field(default_factory=lambda: (itertools.count(), itertools.count()))
+    """Numbers of the cases with many rows and of the long ones, which have their contents in turn, each for themselves."""
 
     def whole_cases(self) -> Iterator[LargeCase]:
         """Yield cases with one long axis that varies and is not repeated; each axis has its turn, then another length."""
@@ -227,10 +233,10 @@ class _Large:
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
             if base and compared and self._are_quick(base, compared):
                 self._share(kinds, sizes)
-                seed, contents = self.generator.getrandbits(62), self._contents()
+                is_long = axis not in self.repeated
+                seed, contents = self.generator.getrandbits(62), self._contents(is_long)
                 made, made_base = (self._case_of(axes, seed, *contents) for axes in (large, base))
                 usual, usual_base = (self._case_of(axes, seed, "", 1.0) for axes in (large, base))
-                is_long = axis not in self.repeated
                 return LargeCase(made, made_base, rows, is_long, LargeCase(usual, usual_base, rows, is_long))
         return None
 
@@ -254,14 +260,18 @@ class _Large:
 
     def _size(self, low: float, high: float) -> int:
         size = int(low * (high / low) ** self.generator.random())
+        steps = [step for step in COMPOSITES if high // step * step >= low]
+        if steps and ((low, high) == ALL_TILES or self.generator.random() < COMPOSITE_SHARE):
+            step = steps[0] if low > COMPOSITES[0] else self.generator.choice(steps)
+            return min(-(-size // step) * step, int(high // step) * step)
         if size < TILES[0] or self.generator.random() >= WHOLE_SHARE:
             return size | 1
         whole = 1 << self.generator.randint(int(math.log2(TILES[0])), int(math.log2(size)))
         return -(-size // whole) * whole if low > size // whole * whole else size // whole * whole
 
-    def _contents(self) -> tuple[str, float]:
+    def _contents(self, is_long: bool) -> tuple[str, float]:
         """Return the distribution that spreads ids, lengths and masks of the next case, and the factor of its scalars."""
-        turn, names = next(self.turns), tuple(CONTENTS)
+        turn, names = next(self.turns[is_long]), tuple(CONTENTS)
         share = (self.start + turn * GOLDEN) % 1
         # A sum of equal terms has a larger error, in float32 too.
         varies = has_spreads(self.definition) and summed_axis(self.definition) is None
@@ -345,6 +355,7 @@ def sampled_rows(size: int, stride: int, count: int, generator: random.Random) -
     """
     marks = {0, size - 1} | {mark + near for mark in _MARKS for near in (-1, 0, 1)}
     marks |= {limit // stride + near for limit in (INDEX_LIMIT, 2 * INDEX_LIMIT) for near in (0, 1)}
+    marks |= {size - generator.randint(2, _LAST_ROWS) for _ in range(_NEAR_THE_END)}
     marks = {mark for mark in marks if 0 <= mark < size}
     more = generator.sample(range(size), min(size, max(0, count - len(marks))))
     return tuple(sorted(marks.union(more)))
