@@ -624,6 +624,8 @@ def nearly_same(definition: Definition, inputs: Mapping[str, Any], seed: int) ->
     drawn = random.Random(f"nearly {seed}")
     bound = {*definition.input_generators, *definition.saved, *definition.in_place}
     bound |= {*definition.joint_inputs.inputs} if definition.joint_inputs is not None else set()
+    if definition.saved:  # saved outputs belong to these inputs, which a kernel may read instead
+        bound |= {*forward_of(definition).inputs}
     names = [
         name
         for name in definition.tensor_inputs
