@@ -137,8 +137,8 @@ def test_full_set_of_cases_has_all_sizes_contents_and_layouts(seed, operator):
         if case.call.axes["M"] > 1
     }
     assert {padding % 2 for padding in paddings} == {0, 1}
-    rows = {case.strides(definition, name)[0]: case.call.axes["N"] for case in cases for name in case.call.layouts}
-    assert any(stride % 4 == 0 and size % 4 for stride, size in rows.items()), "no aligned row ends within a vector"
+    rows = {(case.strides(definition, name)[0], case.call.axes["N"]) for case in cases for name in case.call.layouts}
+    assert any(stride % 4 == 0 and size % 4 for stride, size in rows), "no aligned row ends within a vector"
     for axis, sizes in itertools.product("MN", SIZES.values()):
         assert {case.call.axes[axis] for case in cases} & set(sizes), f"{axis} is never one of {sizes}"
 

@@ -19,6 +19,7 @@ from tilegym_db.sandbox.shared_buffers import (
     SlotPlan,
     attach,
     plan_slot,
+    same_bytes,
     tensor_view,
     tensors_of_slot,
 )
@@ -171,3 +172,12 @@ def test_write_into_a_neighbour_names_the_neighbour(operator):
         failure = check_memory(buffers, 0, before, operator(), packed)
         assert failure is not None
         assert "wrote to weight, an input" in failure.reason
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((5, 1), (4, 1)), ((1,), (4,)), ((3, 4), (4, 1)), ((1, 5), (1, 4))])
+def test_bytes_are_compared_whatever_the_strides(shape, strides):
+    kept = torch.empty_strided(shape, strides, dtype=torch.int32).zero_()
+    other = torch.zeros(shape, dtype=torch.int32)
+    assert same_bytes(kept, other)
+    other.view(-1)[-1] = 1
+    assert not same_bytes(kept, other)

@@ -59,7 +59,8 @@ def reproduce(
         dtypes: dtype variable -> dtype.
         scalars: input name -> number.
         layouts: tensor -> layout as Workloads spell it; a tensor not named is contiguous.
-        contents: the distribution of the inputs; with the suffix ``:typical``, ids and lengths are spread as in most models.
+        contents: the distribution of the inputs; with the suffix ``:typical``, ids and lengths are spread as in most models,
+            and with the name of another distribution as in that one.
         seed: seed of the inputs. The same seed gives other numbers on another kind of device.
         offset: number of elements by which every tensor is moved off its alignment.
         config: a value per tunable.
@@ -75,13 +76,15 @@ def reproduce(
     definition = records.definition(files.record.definition)
     machine = select_machine(gpu)
     numbers = scalars_with_axes(definition, scalars, axes)
-    distribution, typical = contents.removesuffix(TYPICAL), contents.endswith(TYPICAL)
+    distribution, _, spread = contents.partition(":")
+    typical = f":{spread}" == TYPICAL
     case = Case(
         Call(definition.name, dict(axes), dict(dtypes), dict(layouts), numbers),
         typical=typical,
         distribution=distribution,
         seed=seed,
         offset=offset,
+        spread_as="" if typical else spread,
     )
     case = _checked(definition, case)
     require_returning_reference(records, definition)
@@ -93,7 +96,8 @@ def reproduce(
 
 def _checked(definition: Definition, case: Case) -> Case:
     """Return a case with all axes and dtypes bound. Raise as :func:`reproduce` does if it does not fit the Definition."""
-    _check_contents(definition, case.distribution, case.call.scalars)
+    for contents in filter(None, (case.distribution, case.spread_as)):
+        _check_contents(definition, contents, case.call.scalars)
     axes, dtypes = definition.bind_axes(case.call.axes), definition.bind_dtypes(case.call.dtypes)
     bound = replace(case, call=replace(case.call, axes=axes, dtypes=dtypes))
     _check_layouts(definition, bound)

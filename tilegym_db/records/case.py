@@ -26,6 +26,8 @@ class Case:
     """Elements by which every tensor's address is moved off its alignment."""
     typical: bool = False
     """True if ids, lengths and joint inputs are spread as usual in a model, whatever the distribution."""
+    spread_as: str = ""
+    """Distribution that spreads ids, lengths and joint inputs instead of the one of the other contents."""
     files: dict[str, SafetensorsInput] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
 
@@ -56,13 +58,13 @@ class Case:
 
     @property
     def contents(self) -> str:
-        """The contents, as ``debug reproduce --distribution`` takes them: ``outliers``, or ``outliers:typical``."""
-        return self.distribution + TYPICAL * self.typical
+        """The contents, as ``debug reproduce --distribution`` takes them: ``outliers``, ``outliers:typical``, ``normal:ties``."""
+        return self.distribution + (f":{self.spread_as}" if self.spread_as else TYPICAL * self.typical)
 
     @property
     def spread(self) -> str:
         """The distribution that spreads ids, lengths and joint inputs."""
-        return "normal" if self.typical else self.distribution
+        return self.spread_as or ("normal" if self.typical else self.distribution)
 
     @property
     def exact(self) -> bool:

@@ -112,7 +112,13 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Return True if two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
-    return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
+    return bool(torch.equal(_bytes_in_order(one), _bytes_in_order(two)))
+
+
+def _bytes_in_order(value: torch.Tensor) -> torch.Tensor:
+    flat = value.reshape(-1)
+    # A single column keeps its stride, and only neighbours can be viewed as bytes.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def fill_tensor(view: torch.Tensor, value: torch.Tensor) -> None:

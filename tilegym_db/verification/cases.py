@@ -46,8 +46,12 @@ SIZES: dict[str, tuple[int, ...]] = {
     "below a tile": tuple(tile - 1 for tile in TILES),
     "tile": TILES,
     "above a tile": tuple(tile + 1 for tile in TILES),
+    "other tiles": (96, 144, 160, 192, 224, 240),
 }
-"""Kind of size -> sizes around the tiles of all languages; an axis may also take sizes of real workloads."""
+"""Kind of size -> sizes around the tiles of all languages; an axis may also take sizes of real workloads.
+
+Tiles of 48, 80, 96 or 112 rows, and their multiples, divide the other ones.
+"""
 _KIND_OF = {size: kind for kind, sizes in reversed(SIZES.items()) for size in sizes} | {0: "zero"}
 WORKLOAD = "workload"
 

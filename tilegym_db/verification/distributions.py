@@ -250,8 +250,8 @@ _COUNTS = (0, 1, 1, 1, 2, 2)
 """Numbers of modifiers of a case, all alike."""
 _RAGGED_SHARE = 0.5
 PADDED = "padded"
-_PADDED_SHARE, _TILE, _SEVERAL = 0.7, 64, 4
-"""Share of wide siblings with padding; columns that a wide row exceeds; minimum rows of a wide tensor."""
+_PADDED_SHARE, _BLANK_SHARE, _TILE, _SEVERAL = 0.7, 0.4, 64, 4
+"""Shares of wide siblings with padding and with zero tiles; columns that a wide row exceeds; minimum rows of a wide tensor."""
 _INFINITE = {PADDED, "infinite"}
 _SPECIAL_ROWS = 0.25
 _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
@@ -305,31 +305,29 @@ def _massive(rows: torch.Tensor, generator: torch.Generator, drawn: random.Rando
 
 
 def _equal_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
-    """Set all rows to the first one, in half of the cases except for one row."""
+    """Set all rows to the first one, in three of four cases except for one row: other blocks of these have none."""
     place = drawn.randrange(rows.shape[0])
     other = rows[place].clone()
     rows.copy_(rows[0].clone().expand_as(rows))
-    if drawn.random() < 0.5:
+    if drawn.random() < 0.75:
         rows[place] = other
 
 
 def _blank(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
-    """Set some rows, columns, both, or a block of both to zero, as padding and pruned channels are; never all elements."""
-    kind = drawn.choice(("rows", "columns", "cross", "cross", "block"))
+    """Set some rows and some columns to zero, as padding and pruned channels are; never all elements.
+
+    A tile of only some zero columns lies where they cross the zero rows, so every case has each kind of zero tile.
+    """
     first, last = _part(rows.shape[0], drawn)
     left, right = _part(rows.shape[1], drawn)
-    if kind == "block":
-        rows[first:last, left:right] = 0
-    if kind in ("rows", "cross"):
-        rows[first:last] = 0
-    if kind in ("columns", "cross"):
-        rows[:, left:right] = 0
+    rows[first:last] = 0
+    rows[:, left:right] = 0
 
 
 def _part(size: int, drawn: random.Random) -> tuple[int, int]:
-    """Return the begin and end of a part: a tile, a half or more, or nearly all, at an end or a multiple of its length."""
+    """Return the begin and end of a part: a tile or more, half, or nearly all, at an end or a multiple of its length."""
     wanted = drawn.choice((_power(drawn, size), size // 2, 3 * size // 4, 3 * size // 4, 7 * size // 8, size - 1))
-    length = min(wanted, size - 1)
+    length = min(max(wanted, min(_TILE, size // 2)), size - 1)
     if length < 1:
         return 0, 0
     begin = drawn.choice((0, size - length, drawn.randrange(size // length) * length))
@@ -427,7 +425,8 @@ def with_modifiers(
         distribution: small integers and code steps stay as they are.
         seed: of the case.
         turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
-        wide: rows hold several tiles (:func:`has_wide_rows`). Most such cases have padding, as narrow ones cannot lack a tile.
+        wide: rows hold several tiles (:func:`has_wide_rows`). Many such cases have padding or zero tiles, as narrow ones
+            cannot lack a tile.
     """
     if distribution in (EXACT, STEPS):
         return distribution
@@ -438,6 +437,8 @@ def with_modifiers(
     chosen |= set(drawn.sample(allowed, min(int(drawn.choice(_COUNTS)), len(allowed))))
     if wide and PADDED in allowed and drawn.random() < _PADDED_SHARE:
         chosen.add(PADDED)
+    if wide and BLANK in allowed and "equal_rows" not in chosen and drawn.random() < _BLANK_SHARE:
+        chosen.add(BLANK)
     if chosen & _INFINITE:
         chosen.discard(MASSIVE)
         distribution = distribution if distribution in MODERATE else "normal"
@@ -545,9 +546,11 @@ def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch
     for end in (0, -1):
         if _between(generator, 0, 1) < 0.5 and int(takers.sum()) > 1:
             takers[end] = False
-    lengths = torch.where(takers, lengths, 0)
-    begins = lengths.cumsum(0) - lengths
-    lengths = torch.minimum(lengths, (total - begins).clamp_min(0))
+    # Few tokens may not be enough for all: a drawn order decides, so that groups at any place are left without.
+    order = torch.randperm(groups, generator=generator, device=device)
+    wanted = torch.where(takers, lengths, 0)[order]
+    taken = torch.minimum(wanted, (total - wanted.cumsum(0) + wanted).clamp_min(0))
+    lengths = torch.empty_like(taken).index_copy_(0, order, taken)
     places = takers.nonzero().reshape(-1)
     lengths[places[int(_between(generator, 0, len(places)))]] += total - int(lengths.sum())
     return lengths

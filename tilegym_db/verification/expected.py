@@ -173,7 +173,7 @@ def _checked(
     # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
-    if not shows_bias(case.distribution):
+    if not shows_bias(case.distribution) or case.spread_as:  # equal ids share the rounding of a factor
         e_base = {name: error._replace(bias=math.inf) for name, error in e_base.items()}
     verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
@@ -202,10 +202,14 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
     Raises:
         Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
     """
-    axes = large.case.call.axes
-    if not large.rows and not is_affordable(definition, large.case, device):
+    if large.is_long and not is_affordable(definition, large.case, device, unknown=bool(large.rows)):
         return None
-    base = draw_inputs(definition, large.base, device)
+    found = _made_large(definition, large, device)
+    return _made_large(definition, large.usual, device) if found is None and large.usual is not None else found
+
+
+def _made_large(definition: Definition, large: LargeCase, device: str) -> LargeOracleCase | None:
+    axes, base = large.case.call.axes, draw_inputs(definition, large.base, device)
     indices = {axis: torch.tensor(rows, device=device) for axis, rows in large.rows.items()}
     period = {axis: torch.arange(axes[axis], device=device) % large.base.call.axes[axis] for axis in indices}
     inputs = {**at_indices(definition, base, period), **large.case.call.scalars}
@@ -218,7 +222,7 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
 
 
 PROBED_SIZES = (128, 256)
-MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 26, 1 << 15
+MAX_PROBED_ELEMENTS_ON_CPU, MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 24, 1 << 26, 1 << 15
 """Maximum elements of a tensor inside a reference, such as the scores of all pairs of positions, and maximum steps."""
 
 
@@ -237,23 +241,26 @@ class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def is_affordable(definition: Definition, case: Case, device: str) -> bool:
+def is_affordable(definition: Definition, case: Case, device: str, *, unknown: bool = False) -> bool:
     """Return True if a reference can be evaluated whole at a case whose one long axis is its largest.
 
     Two small sizes of that axis show how the steps and the tensors of the reference grow with it: by a loop over tokens, or with
-    the square of their number.
+    the square of their number. Other long axes keep their ratio to it. ``unknown`` is returned if that breaks a constraint.
     """
     axes, efforts = case.call.axes, []
     long = max(definition.var_axes, key=lambda name: axes[name])
     for size in PROBED_SIZES:
+        sizes = {
+            name: axes[name] if axes[name] <= PROBED_SIZES[-1] else max(1, axes[name] * size // axes[long])
+            for name in definition.var_axes
+        }
         try:
-            sizes = definition.bind_axes({name: axes[name] for name in definition.var_axes} | {long: size})
+            small = replace(case, call=replace(case.call, axes=definition.bind_axes(sizes)))
+            inputs = draw_inputs(definition, small, device)
+            with _Effort() as effort:
+                as_written(definition, inputs)
         except RecordError:
-            return False
-        small = replace(case, call=replace(case.call, axes=sizes))
-        inputs = draw_inputs(definition, small, device)
-        with _Effort() as effort:
-            as_written(definition, inputs)
+            return unknown
         efforts.append(effort)
     first, second = efforts
     octaves = math.log2(axes[long] / PROBED_SIZES[1])
@@ -261,7 +268,8 @@ def is_affordable(definition: Definition, case: Case, device: str) -> bool:
         after * (after / before) ** octaves
         for before, after in ((first.steps, second.steps), (first.elements, second.elements))
     )
-    return bool(steps <= MAX_PROBED_STEPS and elements <= MAX_PROBED_ELEMENTS)
+    most = MAX_PROBED_ELEMENTS_ON_CPU if device == CPU else MAX_PROBED_ELEMENTS
+    return bool(steps <= MAX_PROBED_STEPS and elements <= most)
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:

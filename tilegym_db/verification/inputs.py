@@ -63,6 +63,15 @@ def draws_spread(definition: Definition) -> bool:
     return bool(_spreads(definition))
 
 
+def has_spreads(definition: Definition) -> bool:
+    """Return True if ids, lengths or a mask may be spread in other ways while the other contents stay normal.
+
+    A mask of numbers is one input that is drawn beside the data, so it is not the first.
+    """
+    beside = definition.joint_inputs.inputs if definition.joint_inputs is not None else ()
+    return draws_spread(definition) or (len(beside) == 1 and beside[0] != definition.tensor_inputs[0])
+
+
 def spreads_otherwise(definition: Definition, distribution: str) -> bool:
     """Return True if cases of a distribution spread ids, lengths or probabilities in an unusual way."""
     return any(contents_among(contents, distribution) != contents[0] for contents in _spreads(definition))
@@ -105,7 +114,7 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
     styles = styles_of(definition, case.distribution, case.seed)
     modifiers = modifiers_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
-    contents = case.spread if _joint_decides(definition) else case.distribution
+    contents = case.spread if _joint_decides(definition) or case.spread_as else case.distribution
     joint = draw_jointly(definition, case.call.axes, case.call.dtypes, case.call.scalars, together, contents)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
@@ -615,6 +624,8 @@ def nearly_same(definition: Definition, inputs: Mapping[str, Any], seed: int) ->
     drawn = random.Random(f"nearly {seed}")
     bound = {*definition.input_generators, *definition.saved, *definition.in_place}
     bound |= {*definition.joint_inputs.inputs} if definition.joint_inputs is not None else set()
+    if definition.saved:  # saved outputs belong to these inputs, which a kernel may read instead
+        bound |= {*forward_of(definition).inputs}
     names = [
         name
         for name in definition.tensor_inputs

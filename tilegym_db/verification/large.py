@@ -10,25 +10,31 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.published.neighbours import largest_tensor, lengths_of
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.call import Call, is_code_selecting, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import contiguous_strides
-from tilegym_db.verification.cases import SIZES, TILES, repaired
+from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
+from tilegym_db.verification.distributions import CONTENTS, RAGGED
+from tilegym_db.verification.inputs import has_spreads
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
 """Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
+ALL_TILES = FEW_ROWS[-1]
+"""The range in which the number of rows is always one that nearly every tile divides."""
 VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
 """More rows than a grid dimension and a 16-bit number can have; the second range if the first one is too expensive."""
 LONG_ROWS, VERY_LONG_ROWS = ((1 << 10, 1 << 12), (1 << 12, 1 << 14), (1 << 14, 1 << 16)), ((1 << 16) + 1, 1 << 18)
 WHOLE_SHARE = 0.6
 """Share of sizes that are multiples of a power of two, as batches are; the others are odd, and often primes."""
+COMPOSITES, COMPOSITE_SHARE = (20160, 3360, 1440), 0.2
+"""Sizes that nearly every tile divides, such as 96, 144 or 320, and the share of sizes that are multiples of one of them."""
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
@@ -38,6 +44,15 @@ WHOLE_LENGTHS = (*LONG_ROWS, ((1 << 16) + 1, 1 << 17))
 """Ranges of a length that is not independent: its cases have little else, so that their outputs are compared whole."""
 MAX_WHOLE, MAX_WHOLE_WITH_REPEATED = 8, 4
 """Maximum numbers of such cases; the second one for an operator that also has cases with repeated rows."""
+OTHER_SIZES = (1 << 9) + 1, 1 << 10
+"""Range of an axis that differs from model to model and has no longer case, such as the number of experts."""
+USUAL_SPREADS = 3
+"""One of so many cases spreads ids, lengths and masks as usual."""
+DECADES_OF_SCALARS, GOLDEN = 1.1, (math.sqrt(5) - 1) / 2
+"""Decades by which scalars grow. Heads are tiny in these cases, so scores would be too equal to show that one is left out.
+
+Each case is the golden ratio further within these decades, so that a few cases reach all parts of them.
+"""
 MAX_FLOPS_OF_WHOLE = 1e10
 """Limit on a GPU for these cases, as their oracle may hold the scores of all pairs of positions in float64."""
 _PERIODS = (31, 61, 251, 509)
@@ -49,6 +64,8 @@ _MAX_MATRICES_OF_WHOLE = 1 << 11
 _MAX_DRAWN = 1 << 20
 _COMPARED_ROWS = 64
 _MARKS = (1 << 10, 1 << 15, 1 << 16)
+_NEAR_THE_END, _LAST_ROWS = 4, 256
+"""Number of compared rows among the last ones, which may be one tile."""
 _LARGE_TRIES = 40
 _SIZES_OF_OTHERS = 2
 """Number of sets of sizes of the other axes that cases of one kind share. A kernel compiles anew for most sets."""
@@ -61,6 +78,10 @@ class LargeCase:
     case: Case
     base: Case
     rows: Mapping[str, tuple[int, ...]]
+    is_long: bool = False
+    """True if its large axis is not repeated, so that the oracle has its whole length."""
+    usual: LargeCase | None = None
+    """The same sizes with the scalars of the Workload and usual ids, lengths and masks, if the reference fails these."""
 
 
 def large_cases(
@@ -77,7 +98,8 @@ def large_cases(
 
     They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than
     65,536), long rows, rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
-    Other axes that vary from call to call, such as tokens that a sort or a sum mixes, have lengths of up to 131,072.
+    Other axes that vary from call to call, such as tokens that a sort or a sum mixes, have lengths of up to 131,072. Each axis
+    is long in some case. Values are normal; scalars grow, and ids, lengths and masks are spread in all ways.
 
     Args:
         definition: names the independent axes, along which outputs are compared at some indices, and the axes that vary.
@@ -93,19 +115,24 @@ def large_cases(
     if definition.sampled:
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
-    drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
+    drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator, generator.random())
     whole = list(itertools.islice(drawn.whole_cases(), MAX_WHOLE_WITH_REPEATED if repeated else MAX_WHOLE))
     if not repeated:
-        return whole
+        varying = varying_axes(definition)
+        return [*whole, *drawn.each_long([axis for axis in others if axis not in varying])]
     octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
     many, beyond = ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20))
     found = [drawn.case(repeated, octaves[0])]
     found += [drawn.first_case([axis], VERY_MANY_ROWS) for axis in repeated]
-    found += [drawn.case(others, bounds) for bounds in (lengths[0], VERY_LONG_ROWS)]
+    long = [drawn.case(others, bounds) for bounds in (lengths[0], VERY_LONG_ROWS)]
+    found += long
     found.append(drawn.case(repeated, many, elements=True))
     found += [drawn.case(repeated, bounds, thin=True) for bounds in octaves[1:]]
-    found += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
+    long += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
+    found += long[2:]
     found += whole
+    tried = [large.case.call.axes for large in (*long, *whole) if large is not None]
+    found += drawn.each_long([axis for axis in others if all(axes[axis] < OTHER_SIZES[0] for axes in tried)])
     found += [drawn.case(repeated, beyond, elements=True)] if on_gpu else []
     return [large for large in found if large is not None]
 
@@ -137,8 +164,14 @@ class _Large:
     budget_bytes: int
     on_gpu: bool
     generator: random.Random
+    start: float
+    """Share of the decades that the scalars of the first case grow by."""
     shared: dict[Sequence[str], list[dict[str, int]]] = field(default_factory=dict)
     """Kinds of sizes -> sets of sizes of all axes that a case was made with."""
+    several: Collection[str] = ()
+    """Axes of rows and tokens, which are not tiny where others are, and whose ids are spread as usual."""
+    turns: tuple[Iterator[int], Iterator[int]] = field(default_factory=lambda: (itertools.count(), itertools.count()))
+    """Numbers of the cases with many rows and of the long ones, which have their contents in turn, each for themselves."""
 
     def whole_cases(self) -> Iterator[LargeCase]:
         """Yield cases with one long axis that varies and is not repeated; each axis has its turn, then another length."""
@@ -149,6 +182,19 @@ class _Large:
         for bounds in zip(*turns, strict=True):
             cases = (whole.case([axis], of_axis, thin=True) for axis, of_axis in zip(axes, bounds, strict=True))
             yield from filter(None, cases)
+
+    def each_long(self, axes: Sequence[str]) -> list[LargeCase]:
+        """Return a case for each of these axes in which it is long, if the constraints allow that.
+
+        There are at least 16 rows or tokens, whose ids reach all parts of such an axis; other axes are tiny. Batches and heads
+        have no such case: references loop over them, and no model has so many heads.
+        """
+        serving = self.definition.serving
+        several = {*self.repeated, *(varying_axes(self.definition) if serving is not None else ())}
+        whole = replace(self, repeated=(), shared={}, several=several)
+        looped = {name for names in (serving.independent if serving is not None else ()) for name in names}
+        found = [whole.case([axis], OTHER_SIZES, thin=True) for axis in axes if axis not in looped]
+        return [large for large in found if large is not None]
 
     def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
         """Return a case within the first of some bounds that allow one."""
@@ -187,8 +233,11 @@ class _Large:
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
             if base and compared and self._are_quick(base, compared):
                 self._share(kinds, sizes)
-                seed = self.generator.getrandbits(62)
-                return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
+                is_long = axis not in self.repeated
+                seed, contents = self.generator.getrandbits(62), self._contents(is_long)
+                made, made_base = (self._case_of(axes, seed, *contents) for axes in (large, base))
+                usual, usual_base = (self._case_of(axes, seed, "", 1.0) for axes in (large, base))
+                return LargeCase(made, made_base, rows, is_long, LargeCase(usual, usual_base, rows, is_long))
         return None
 
     def _share(self, kinds: Sequence[str], sizes: dict[str, int]) -> None:
@@ -205,18 +254,44 @@ class _Large:
         if len(shared) == _SIZES_OF_OTHERS and number % (_LARGE_TRIES // 2) < _SIZES_OF_OTHERS:
             return self.generator.choice(shared)
         small = [size for kind in kinds for size in SIZES[kind]]
-        return {name: self.generator.choice(small) for name in self.definition.var_axes}
+        return {
+            name: self.generator.choice(TILES if name in self.several else small) for name in self.definition.var_axes
+        }
 
     def _size(self, low: float, high: float) -> int:
         size = int(low * (high / low) ** self.generator.random())
+        steps = [step for step in COMPOSITES if high // step * step >= low]
+        if steps and ((low, high) == ALL_TILES or self.generator.random() < COMPOSITE_SHARE):
+            step = steps[0] if low > COMPOSITES[0] else self.generator.choice(steps)
+            return min(-(-size // step) * step, int(high // step) * step)
         if size < TILES[0] or self.generator.random() >= WHOLE_SHARE:
             return size | 1
         whole = 1 << self.generator.randint(int(math.log2(TILES[0])), int(math.log2(size)))
         return -(-size // whole) * whole if low > size // whole * whole else size // whole * whole
 
-    def _case_of(self, axes: Mapping[str, int], seed: int) -> Case:
-        scalars = scalars_with_axes(self.definition, self.scalars, axes)
-        return Case(Call(self.definition.name, dict(axes), dict(self.dtypes), {}, scalars), seed=seed)
+    def _contents(self, is_long: bool) -> tuple[str, float]:
+        """Return the distribution that spreads ids, lengths and masks of the next case, and the factor of its scalars."""
+        turn, names = next(self.turns[is_long]), tuple(CONTENTS)
+        share = (self.start + turn * GOLDEN) % 1
+        # A sum of equal terms has a larger error, in float32 too.
+        varies = has_spreads(self.definition) and summed_axis(self.definition) is None
+        spread = ""
+        if varies and not self.several and turn % USUAL_SPREADS:
+            spread = names[(int(self.start * len(names)) + turn) % len(names)]
+            spread += f"+{RAGGED}" * (self.generator.random() < 0.5)
+        return spread, 10 ** (share * DECADES_OF_SCALARS)
+
+    def _case_of(self, axes: Mapping[str, int], seed: int, spread: str, factor: float) -> Case:
+        grown = {
+            name: float(f"{value * factor:.6g}")
+            if isinstance(value, float) and math.isfinite(value) and not is_code_selecting(self.definition, name)
+            else value
+            for name, value in self.scalars.items()
+            if name in self.definition.inputs
+        }
+        scalars = scalars_with_axes(self.definition, grown, axes)
+        call = Call(self.definition.name, dict(axes), dict(self.dtypes), {}, scalars)
+        return Case(call, seed=seed, spread_as=spread)
 
     def _bound(self, axes: Mapping[str, int]) -> dict[str, int] | None:
         try:
@@ -280,6 +355,7 @@ def sampled_rows(size: int, stride: int, count: int, generator: random.Random) -
     """
     marks = {0, size - 1} | {mark + near for mark in _MARKS for near in (-1, 0, 1)}
     marks |= {limit // stride + near for limit in (INDEX_LIMIT, 2 * INDEX_LIMIT) for near in (0, 1)}
+    marks |= {size - generator.randint(2, _LAST_ROWS) for _ in range(_NEAR_THE_END)}
     marks = {mark for mark in marks if 0 <= mark < size}
     more = generator.sample(range(size), min(size, max(0, count - len(marks))))
     return tuple(sorted(marks.union(more)))

@@ -742,7 +742,7 @@ def _check_large_cases(
         if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
             return outcome
         passed = large is not None and isinstance(outcome, int)
-        (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
+        (fuzz.passed if passed else fuzz.dropped).append(str(case.case if large is None else large.given.case))
         if isinstance(outcome, int):
             fuzz.large.append(case.case.call.axes)
             fuzz.slices += outcome
