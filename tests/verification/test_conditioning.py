@@ -266,7 +266,7 @@ def scanned(share: float) -> tuple[OracleCase, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("error", "passes"), [(2.0**-17, True), (2.0**-4, False)])
-def test_a_recurrence_that_rounds_its_steps_is_known_as_well_as_its_terms(error, passes):
+def test_a_recurrence_is_known_as_well_as_its_terms(error, passes):
     case, term = scanned(share=2.0**-9)
     wrong = {name: value.clone() for name, value in case.outputs.items()}
     wrong["out"][0, 20, 0, 0] += error * term
