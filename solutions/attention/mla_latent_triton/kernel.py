@@ -8,24 +8,16 @@ second kernel joins the parts.
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.addressable_rows import addressable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 NOTHING = tl.constexpr(-1.0e30)
 """The largest score of a head that has seen no key: finite, so that no difference of two is NaN."""
 FEW_HEADS = 32
-"""Up to so many heads of a program are columns, if the tensor memory accelerator loads the latents."""
+"""Up to so many heads of a program are columns."""
 MOST_HEADS = 64
 MOST_SPLITS = 64
-
-
-def _is_addressable(x: torch.Tensor) -> bool:
-    """Return True if the tensor memory accelerator can address a tensor: rows apart, of whole 16 bytes and aligned to them.
-
-    It writes whole 16 bytes, so zeros behind a row that ends elsewhere are not relied on either.
-    """
-    sizes = [x.shape[-1], *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)]
-    return x.data_ptr() % 16 == 0 and all(size > 0 and size * x.element_size() % 16 == 0 for size in sizes)
 
 
 def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -35,44 +27,45 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @triton.jit
-def _rows(x, batch, start, batch_stride, row_stride, L, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-          BY_TMA: tl.constexpr, TRANSPOSED: tl.constexpr = False):  # fmt: skip
-    """Load rows from ``start`` on, or their transpose; zeros past L and past SIZE."""
-    if BY_TMA:
-        tile = x.load([batch, start, 0]).reshape(ROWS, COLUMNS)
-        if TRANSPOSED:
-            tile = tile.T
+def _tile(x, batch, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load rows from ``start`` on; zeros past the end of either."""
+    return x.load([batch, start, 0]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def _heads(x, batch, start, batch_stride, row_stride, H, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+           TRANSPOSED: tl.constexpr):  # fmt: skip
+    """Load the rows of some heads, or their transpose; zeros past H and past SIZE."""
+    # A tile that is transposed after it was loaded by pointers is multiplied wrongly (Triton 3.6).
+    rows = start + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLUMNS)
+    x += tl.cast(batch, tl.int64) * batch_stride
+    if TRANSPOSED:
+        inside = (rows[None, :] < H) & (cols[:, None] < SIZE)
+        tile = tl.load(x + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
     else:
-        # A tile that is transposed after it was loaded like this is multiplied wrongly (Triton 3.6).
-        rows = start + tl.arange(0, ROWS)
-        cols = tl.arange(0, COLUMNS)
-        x += tl.cast(batch, tl.int64) * batch_stride
-        if TRANSPOSED:
-            inside = (rows[None, :] < L) & (cols[:, None] < SIZE)
-            tile = tl.load(x + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
-        else:
-            inside = (rows[:, None] < L) & (cols[None, :] < SIZE)
-            tile = tl.load(x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
+        inside = (rows[:, None] < H) & (cols[None, :] < SIZE)
+        tile = tl.load(x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
     return tile
 
 
 @triton.jit(do_not_specialize=["L", "tiles", "heads", "splits"])
 def _attend_to_latents(
     q_ptr, q_rot_ptr, latents, rotated, out_ptr, parts_ptr,
-    q_b, q_h, q_rot_b, q_rot_h, l_b, l_s, r_b, r_s, out_b, out_h,
+    q_b, q_h, q_rot_b, q_rot_h, out_b, out_h,
     scale, L, tiles, H, groups, heads, splits,
     R: tl.constexpr, E: tl.constexpr, IS_WHOLE: tl.constexpr, BY_KEYS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BY_TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0) // groups
     split = tl.program_id(1)
     members = tl.program_id(0) % groups * BLOCK_H + tl.arange(0, BLOCK_H)
     cols = tl.arange(0, BLOCK_R)
     inside = (members[:, None] < H) & (cols[None, :] < R)
-    # 1. The queries of the program's heads; as columns they are loaded as such, for the reason given in `_rows`.
+    # 1. The queries of the program's heads.
     first_head = tl.program_id(0) % groups * BLOCK_H
-    q = _rows(q_ptr, batch, first_head, q_b, q_h, H, R, BLOCK_H, BLOCK_R, False, BY_KEYS)
-    q_rot = _rows(q_rot_ptr, batch, first_head, q_rot_b, q_rot_h, H, E, BLOCK_H, BLOCK_E, False, BY_KEYS)
+    q = _heads(q_ptr, batch, first_head, q_b, q_h, H, R, BLOCK_H, BLOCK_R, BY_KEYS)
+    q_rot = _heads(q_rot_ptr, batch, first_head, q_rot_b, q_rot_h, H, E, BLOCK_H, BLOCK_E, BY_KEYS)
     # 2. A tile of latents is the keys of one product and the values of the other.
     sums = tl.zeros([BLOCK_H], dtype=tl.float32)
     largest = tl.full([BLOCK_H], NOTHING, dtype=tl.float32)
@@ -81,8 +74,8 @@ def _attend_to_latents(
     if BY_KEYS:
         acc = tl.zeros([BLOCK_R, BLOCK_H], dtype=tl.float32)
         for start in range(first, end, BLOCK_N):
-            keys = _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, BY_TMA)
-            rot = _rows(rotated, batch, start, r_b, r_s, L, E, BLOCK_N, BLOCK_E, BY_TMA)
+            keys = _tile(latents, batch, start, BLOCK_N, BLOCK_R)
+            rot = _tile(rotated, batch, start, BLOCK_N, BLOCK_E)
             scores = tl.dot(keys, q)
             scores = tl.dot(rot, q_rot, scores) * scale
             places = start + tl.arange(0, BLOCK_N)
@@ -97,11 +90,10 @@ def _attend_to_latents(
     else:
         found = tl.zeros([BLOCK_H, BLOCK_R], dtype=tl.float32)
         for start in range(first, end, BLOCK_N):
-            keys = _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, BY_TMA)
-            columns = keys.T if BY_TMA else _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, False, True)
-            rot = _rows(rotated, batch, start, r_b, r_s, L, E, BLOCK_N, BLOCK_E, BY_TMA, True)
-            scores = tl.dot(q, columns)
-            scores = tl.dot(q_rot, rot, scores) * scale
+            keys = _tile(latents, batch, start, BLOCK_N, BLOCK_R)
+            rot = _tile(rotated, batch, start, BLOCK_N, BLOCK_E)
+            scores = tl.dot(q, keys.T)
+            scores = tl.dot(q_rot, rot.T, scores) * scale
             places = start + tl.arange(0, BLOCK_N)
             scores = tl.where(places[None, :] < L, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -163,7 +155,8 @@ def run(
     """out = T(w kv_nope), w = softmax(scale * (q_nope kv_nope^T + q_pe k_rot^T)), scores, softmax and sums in fp32.
 
     Shapes: q_nope and out [B, H, R], q_pe [B, H, E], kv_nope [B, L, R], k_rot [B, L, E], unit last strides, any others; T in
-    bfloat16, float16. Weights are rounded to T for the second product.
+    bfloat16, float16. Weights are rounded to T for the second product. Latents whose rows do not begin at multiples of 16
+    bytes are copied first.
     Mapping: a program owns up to 64 heads of a sequence and one of several spans of positions. There are about PROGRAMS of
     them, one a multiprocessor. Parts are kept in fp32 and joined by one program a head and 128 columns. ``num_warps`` is for
     up to 32 heads.
@@ -174,23 +167,20 @@ def run(
         return
     block_h = max(16, min(MOST_HEADS, 1 << (H - 1).bit_length()))
     groups = -(-H // block_h)
-    by_tma = _is_addressable(kv_nope) and _is_addressable(k_rot)
-    # Without copies ahead of the loop, the compiler (Triton 3.6) multiplies transposed keys wrongly.
-    by_keys = block_h <= FEW_HEADS and by_tma
+    by_keys = block_h <= FEW_HEADS
     block_r, block_e = max(16, 1 << (R - 1).bit_length()), max(16, 1 << (E - 1).bit_length())
     block_n = 64
     heads = B * H
     splits, tiles = _spans(B * groups, -(-L // block_n), PROGRAMS)
-    latents, rotated = kv_nope, k_rot
-    if by_tma:
-        latents, rotated = _tiles(kv_nope, block_n, block_r), _tiles(k_rot, block_n, block_e)
+    # Triton 3.6 reads past the end of tiles that a loop like this loads by pointers, so all go by descriptors.
+    latents, rotated = (addressable(x[:, None])[:, 0] for x in (kv_nope, k_rot))
+    tiles_of = _tiles(latents, block_n, block_r), _tiles(rotated, block_n, block_e)
     # Sums of latents, then the largest score and the sum of weights, of every head and span.
     parts = out if splits == 1 else torch.empty(heads * splits * (R + 2), dtype=torch.float32, device=out.device)
     _attend_to_latents[(B * groups, splits)](
-        q_nope, q_pe, latents, rotated, out, parts,
-        *q_nope.stride()[:2], *q_pe.stride()[:2], *kv_nope.stride()[:2], *k_rot.stride()[:2], *out.stride()[:2],
+        q_nope, q_pe, *tiles_of, out, parts, *q_nope.stride()[:2], *q_pe.stride()[:2], *out.stride()[:2],
         scale * LOG2_E, L, tiles, H, groups, heads, splits,
-        R, E, splits == 1, by_keys, block_h, block_n, block_r, block_e, by_tma,
+        R, E, splits == 1, by_keys, block_h, block_n, block_r, block_e,
         num_warps=num_warps if by_keys else 8, num_stages=2,
         # A product and a difference as one instruction would not give 0 for the largest score, however large it is.
         enable_fp_fusion=False,

@@ -7,6 +7,7 @@ sum of two products.
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.addressable_rows import addressable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
@@ -29,12 +30,6 @@ def _columns(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _is_addressable(x: torch.Tensor) -> bool:
-    """Return True if the tensor memory accelerator can address a tensor: rows apart, and aligned to 16 bytes."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-
-
 def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe tiles of [1, 1, rows, columns]; a dimension of one has any stride."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
@@ -42,41 +37,21 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @triton.jit
-def _tile(x, batch, head, start, column, batch_stride, head_stride, row_stride, LENGTH, SIZE: tl.constexpr,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_TMA: tl.constexpr,
-          TRANSPOSED: tl.constexpr = False):  # fmt: skip
-    """Load rows from ``start`` and columns from ``column`` on, or their transpose; zeros past the end of either."""
-    if BY_TMA:
-        tile = x.load([batch, head, start, column]).reshape(ROWS, COLUMNS)
-        if TRANSPOSED:
-            tile = tile.T
-    else:
-        # A tile that is transposed after it was loaded like this is multiplied wrongly (Triton 3.6).
-        rows = start + tl.arange(0, ROWS)
-        cols = column + tl.arange(0, COLUMNS)
-        pointers = x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
-        if TRANSPOSED:
-            inside = (rows[None, :] < LENGTH) & (cols[:, None] < SIZE)
-            tile = tl.load(pointers + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
-        else:
-            inside = (rows[:, None] < LENGTH) & (cols[None, :] < SIZE)
-            tile = tl.load(pointers + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
-    return tile
+def _tile(x, batch, head, start, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load rows from ``start`` and columns from ``column`` on; zeros past the end of either."""
+    return x.load([batch, head, start, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def _add_keys(
     q, q_rest, acc, sums, largest, k, k_rest, v, batch, head, start, rows,
-    k_b, k_h, k_s, v_b, v_h, v_s, scale, S,
-    D: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_TMA: tl.constexpr,
+    scale, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add BLOCK_N keys from ``start`` on to the running softmax."""
-    keys = _tile(k, batch, head, start, 0, k_b, k_h, k_s, S, D, BLOCK_N, BLOCK_D, BY_TMA, True)
-    scores = tl.dot(q, keys)
+    scores = tl.dot(q, _tile(k, batch, head, start, 0, BLOCK_N, BLOCK_D).T)
     if REST_D > 0:
-        keys_rest = _tile(k_rest, batch, head, start, BLOCK_D, k_b, k_h, k_s, S, D, BLOCK_N, REST_D, BY_TMA, True)
-        scores = tl.dot(q_rest, keys_rest, scores)
+        scores = tl.dot(q_rest, _tile(k_rest, batch, head, start, BLOCK_D, BLOCK_N, REST_D).T, scores)
     scores *= scale
     if MASKED:  # keys past S are later than every position that is stored
         places = start + tl.arange(0, BLOCK_N)
@@ -84,18 +59,17 @@ def _add_keys(
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_largest[:, None])
     shrink = tl.exp2(largest - new_largest)
-    values = _tile(v, batch, head, start, 0, v_b, v_h, v_s, S, DV, BLOCK_N, BLOCK_V, BY_TMA)
+    values = _tile(v, batch, head, start, 0, BLOCK_N, BLOCK_V)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
     return acc, sums * shrink + tl.sum(weights, 1), new_largest
 
 
 @triton.jit(do_not_specialize=["S", "heads"])
 def _causal_attention(
-    q, q_rest, k, k_rest, v, out_ptr,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
+    q, q_rest, k, k_rest, v, out_ptr, out_b, out_h, out_s,
     scale, S, H, blocks, heads,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_TMA: tl.constexpr,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # 1. Some heads run at a time, so that their keys stay in the L2. The last block of queries sees the most keys: it starts
     # first, so that the short ones fill the gaps at the end.
@@ -107,10 +81,10 @@ def _causal_attention(
     first = (blocks - 1 - turn // heads) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     # 2. The queries.
-    queries = _tile(q, batch, head, first, 0, q_b, q_h, q_s, S, D, BLOCK_M, BLOCK_D, BY_TMA)
+    queries = _tile(q, batch, head, first, 0, BLOCK_M, BLOCK_D)
     queries_rest = queries
     if REST_D > 0:
-        queries_rest = _tile(q_rest, batch, head, first, BLOCK_D, q_b, q_h, q_s, S, D, BLOCK_M, REST_D, BY_TMA)
+        queries_rest = _tile(q_rest, batch, head, first, BLOCK_D, BLOCK_M, REST_D)
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
@@ -119,12 +93,12 @@ def _causal_attention(
     for start in range(0, common, BLOCK_N):
         acc, sums, largest = _add_keys(
             queries, queries_rest, acc, sums, largest, k, k_rest, v, batch, head, start, rows,
-            k_b, k_h, k_s, v_b, v_h, v_s, scale, S, D, DV, False, BLOCK_N, BLOCK_D, REST_D, BLOCK_V, BY_TMA,
+            scale, False, BLOCK_N, BLOCK_D, REST_D, BLOCK_V,
         )  # fmt: skip
     for start in range(common, tl.minimum(first + BLOCK_M, S), BLOCK_N):
         acc, sums, largest = _add_keys(
             queries, queries_rest, acc, sums, largest, k, k_rest, v, batch, head, start, rows,
-            k_b, k_h, k_s, v_b, v_h, v_s, scale, S, D, DV, True, BLOCK_N, BLOCK_D, REST_D, BLOCK_V, BY_TMA,
+            scale, True, BLOCK_N, BLOCK_D, REST_D, BLOCK_V,
         )  # fmt: skip
     out = (acc / sums[:, None]).to(out_ptr.dtype.element_ty)
     cols = tl.arange(0, BLOCK_V)
@@ -154,7 +128,7 @@ def run(
 
     Shapes: q and k [B, H, S, D], v and out [B, H, S, Dv], unit last strides, any others; T in bfloat16, float16.
     Mapping: a program owns BLOCK_M queries of a head and streams the keys that they see. Blocks before the diagonal need no mask.
-    Rows that begin at multiples of 16 bytes come by the tensor memory accelerator, others by loads.
+    Tensors whose rows do not begin at multiples of 16 bytes are copied first.
     """
     B, H, S, D = q.shape
     DV = v.shape[3]
@@ -167,19 +141,17 @@ def run(
     width = (block_d + rest_d) * q.element_size()
     step_bytes = block_n * (width + block_v * q.element_size())
     stages = max(1, min(num_stages, (SHARED_BYTES - block_m * width) // step_bytes))
-    by_tma = all(_is_addressable(x) for x in (q, k, v))
-    tiles = (q, q, k, k, v)
-    if by_tma:
-        tiles = (
-            _tiles(q, block_m, block_d), _tiles(q, block_m, rest_d or block_d),
-            _tiles(k, block_n, block_d), _tiles(k, block_n, rest_d or block_d), _tiles(v, block_n, block_v),
-        )  # fmt: skip
+    # Triton 3.6 reads past the end of tiles that a loop like this loads by pointers, so all go by descriptors.
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    tiles = (
+        _tiles(q, block_m, block_d), _tiles(q, block_m, rest_d or block_d),
+        _tiles(k, block_n, block_d), _tiles(k, block_n, rest_d or block_d), _tiles(v, block_n, block_v),
+    )  # fmt: skip
     blocks = (S + block_m - 1) // block_m
     _causal_attention[(B * H * blocks,)](
-        *tiles, out,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *tiles, out, *out.stride()[:3],
         scale * LOG2_E, S, H, blocks, _heads_at_once(B * H, S * (D + DV) * q.element_size()),
-        D, DV, block_m, block_n, block_d, rest_d, block_v, by_tma,
+        DV, block_m, block_n, block_d, rest_d, block_v,
         num_warps=8 if block_m > 64 else 4, num_stages=stages,
         # A product and a difference as one instruction would not give 0 for the largest score, however large it is.
         enable_fp_fusion=False,
