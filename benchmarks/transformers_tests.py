@@ -32,6 +32,8 @@ GENERATION = "generat or cache or left_padding or assisted or prompt_lookup or d
 COUNTS = "TILEGYM_DB_TESTS_COUNTS"
 """Environment variable: the file for the counts of a patched run."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+SHOWN = 600
+"""Characters at the end of a failure that are kept."""
 
 
 def outcomes(report: Path) -> dict[str, str]:
@@ -41,6 +43,16 @@ def outcomes(report: Path) -> dict[str, str]:
         kinds = {child.tag for child in case}
         status = FAILED if kinds & {"failure", "error"} else SKIPPED if "skipped" in kinds else PASSED
         found[f"{case.get('classname')}::{case.get('name')}"] = status
+    return found
+
+
+def failures(report: Path) -> dict[str, str]:
+    """Return test -> the end of its failure, from a JUnit file."""
+    found = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        texts = [child.text or child.get("message") or "" for child in case if child.tag in ("failure", "error")]
+        if texts:
+            found[f"{case.get('classname')}::{case.get('name')}"] = texts[0][-SHOWN:]
     return found
 
 
@@ -67,7 +79,7 @@ def run_tests(checkout: Path, name: str, words: str, seconds: float, *, patched:
         found = outcomes(report) if report.exists() else {}
         ran_any = PASSED in found.values()
         result: dict[str, Any] = {"outcomes": found, "error": "" if ran_any else (ran.stdout + ran.stderr)[-1000:]}
-        result["failures"] = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+        result["failures"] = failures(report) if found else {}
         if counts.exists():
             result["counts"] = json.loads(counts.read_text())
         return result
@@ -84,10 +96,10 @@ def compared(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> dict[
         "passed_patched": sum(status == PASSED for status in after.values()),
         "failed_stock": sum(status == FAILED for status in before.values()),
         "regressed": regressed,
-        "failures": [line for line in patched.get("failures", ()) if any(test.split("::")[-1] in line for test in regressed)],
+        "failures": {test: patched["failures"][test] for test in regressed if test in patched.get("failures", {})},
         "errors": [way["error"] for way in (stock, patched) if way["error"]],
         **patched.get("counts", {}),
-    }  # fmt: skip
+    }
 
 
 # ---- In the process of a patched run: a plugin of pytest ------------------------------------------
@@ -195,8 +207,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 f"{name}: {row['passed_stock']} pass stock, {row['passed_patched']} patched; {counts or 'no counts'}",
                 flush=True,
             )
-            for line in (*row["regressed"], *row["failures"], *row["errors"]):
-                print("   ", line)
+            for test in row["regressed"]:
+                print("   ", test, row["failures"].get(test, ""))
+            for error in row["errors"]:
+                print("   ", error)
             if given.out:
                 given.out.write_text(json.dumps(rows, indent=1))
     return 1 if any(row["regressed"] or row["errors"] for row in rows) else 0

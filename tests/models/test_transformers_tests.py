@@ -56,6 +56,7 @@ def test_a_test_that_fails_patched_alone_is_a_regression(checkout):
     assert (row["passed_stock"], row["passed_patched"], row["failed_stock"]) == (2, 1, 1)
     assert [name.split("::")[-1] for name in row["regressed"]] == ["test_it_generates_with_the_class_of_transformers"]
     assert (row["models"], row["unpatched"]) == (2, {})
+    assert ["_tilegym_db_of_tests" in text for text in row["failures"].values()] == [True]
 
 
 def test_tests_that_do_not_start_are_an_error(checkout):
