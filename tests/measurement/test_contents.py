@@ -159,7 +159,7 @@ def test_case_with_typical_ids_is_reproduced_by_its_name() -> None:
     call = {"axes": case.call.axes, "dtypes": case.call.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}
     found = reproduce("moe_grouped_gemm_stock", contents=case.contents, seed=case.seed, **call)
     assert (found.case, found.failure) == (case, None)
-    with raises(UsageError, "contents_unknown", "'outliers:often'"):
+    with raises(UsageError, "contents_unknown", "'often'"):
         reproduce("moe_grouped_gemm_stock", contents="outliers:often", seed=1, **call)
 
 

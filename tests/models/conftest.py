@@ -248,9 +248,16 @@ def _selecting(op: str) -> dict[str, Sequence[Any]]:
 
 
 def _source(solution: SolutionFiles) -> bytes:
-    """Return the source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each."""
+    """Return the source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each.
+
+    What it imports from a library of sources stands in place of the import.
+    """
     file, _, entry = solution.record.spec.entry_point.partition("::")
-    source = solution.sources[file]
+
+    def of_library(found: re.Match[bytes]) -> bytes:
+        return solution.sources[f"_lib/{found[1].decode().replace('.', '/')}.py"]
+
+    source = re.sub(rb"^from _lib\.(\S+) import (?:\([^)]*\)|[^\n(]*)\n", of_library, solution.sources[file], flags=re.M)
     if entry == "run":
         return source
     # The entry may call the function that the file names "run", which gets another name.

@@ -16,7 +16,9 @@ from tilegym_db.paths import shipped_root
 CONFIGS = sorted((shipped_root() / "benchmarks" / "configs").glob("*.json"))
 DENSE = {"llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360}
 """Parameters of those without experts, as their publishers state them."""
-MIXTURES = [path for path in CONFIGS if path.stem not in DENSE]
+OTHERS = ("falcon-h1-0.5b", "gemma-2-9b", "qwen3.5-0.8b")
+"""Without experts, of sizes that the publishers state in other words."""
+MIXTURES = [path for path in CONFIGS if path.stem not in (*DENSE, *OTHERS)]
 
 
 @pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
@@ -36,3 +38,12 @@ def test_a_dense_model_has_the_parameters_of_the_published_one(name: str) -> Non
     with torch.device("meta"):
         model = factory.from_config(load_config(path, None))
     assert sum(parameter.numel() for parameter in model.parameters()) == DENSE[name]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_layer_of_each_kind_is_a_model_of_transformers(name: str) -> None:
+    (path,) = (path for path in CONFIGS if path.stem == name)
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(load_config(path, 4))
+    assert model.config.num_hidden_layers == 4
