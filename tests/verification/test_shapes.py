@@ -312,7 +312,7 @@ def test_most_cases_of_a_shipped_operator_prove_something(name):
     anchors = [workload.axes for workload in workloads]
     cases = fuzz_cases(definition, solution(), anchors, dtypes, workloads[0].scalars(), count=12, seed=5)
     survived = [case for case in cases if make_oracle_case(definition, case, "cpu") is not None]
-    assert len(survived) >= 9
+    assert len(survived) >= 8
     unexplained = [
         case
         for case in cases
