@@ -257,7 +257,9 @@ def _source(solution: SolutionFiles) -> bytes:
     def of_library(found: re.Match[bytes]) -> bytes:
         return solution.sources[f"_lib/{found[1].decode().replace('.', '/')}.py"]
 
-    source = re.sub(rb"^from _lib\.(\S+) import (?:\([^)]*\)|[^\n(]*)\n", of_library, solution.sources[file], flags=re.M)
+    source = re.sub(
+        rb"^from _lib\.(\S+) import (?:\([^)]*\)|[^\n(]*)\n", of_library, solution.sources[file], flags=re.M
+    )
     if entry == "run":
         return source
     # The entry may call the function that the file names "run", which gets another name.
