@@ -68,7 +68,7 @@ def run_tests(checkout: Path, name: str, words: str, seconds: float, *, patched:
             environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
             plugin = ["-p", Path(__file__).stem]
         tests = checkout / "tests" / "models" / name / f"test_modeling_{name}.py"
-        command = [sys.executable, "-m", "pytest", str(tests), "-q", "-x", "--maxfail=1000", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", str(tests), "-q", f"--junitxml={report}"]
         command += [*plugin, "-p", "no:cacheprovider", "-k", words]
         try:
             ran = subprocess.run(
@@ -105,36 +105,22 @@ def compared(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> dict[
 # ---- In the process of a patched run: a plugin of pytest ------------------------------------------
 
 
-class Counter:
-    """Counts of every patched model of a process, written when it ends."""
-
-    def __init__(self) -> None:
-        self.models = 0
-        self.unpatched: collections.Counter[str] = collections.Counter()
-        self.of_handle: dict[int, tuple[int, int, int, dict[str, int]]] = {}
-
-    def read(self, handle: Any) -> None:
-        """Keep the counts of a model so far."""
-        report = handle.report()
-        calls = report.kernel_calls
-        done = report.decoding
-        graphs = (0, 0, {}) if done is None else (done.captured, done.replayed, dict(done.stock))
-        self.of_handle[id(handle)] = (calls, *graphs)
-
-    def write(self) -> None:
-        """Write the sums."""
-        stock: collections.Counter[str] = collections.Counter()
-        for *_, reasons in self.of_handle.values():
-            stock.update(reasons)
-        counts = {
-            "kernel_calls": sum(calls for calls, *_ in self.of_handle.values()),
-            "graphs": sum(graphs for _, graphs, _, _ in self.of_handle.values()),
-            "replays": sum(replays for _, _, replays, _ in self.of_handle.values()),
-            "models": self.models,
-            "stock": dict(stock),
-            "unpatched": dict(self.unpatched),
-        }
-        Path(os.environ[COUNTS]).write_text(json.dumps(counts))
+def write_counts(handles: Sequence[Any], unpatched: collections.Counter[str]) -> None:
+    """Write the sums over the patched models of this process, and the errors of those that could not be patched."""
+    reports = [handle.report() for handle in handles]
+    graphs = [report.decoding for report in reports if report.decoding is not None]
+    stock: collections.Counter[str] = collections.Counter()
+    for one in graphs:
+        stock.update(one.stock)
+    counts = {
+        "kernel_calls": sum(report.kernel_calls for report in reports),
+        "graphs": sum(one.captured for one in graphs),
+        "replays": sum(one.replayed for one in graphs),
+        "models": len(handles) + sum(unpatched.values()),
+        "stock": dict(stock),
+        "unpatched": dict(unpatched),
+    }
+    Path(os.environ[COUNTS]).write_text(json.dumps(counts))
 
 
 def pytest_configure() -> None:
@@ -146,31 +132,23 @@ def pytest_configure() -> None:
     from tilegym_db.models.patch import patch_what_fits
 
     stock = GenerationMixin.generate
-    counter, handles = Counter(), []
-    atexit.register(counter.write)
+    unpatched: collections.Counter[str] = collections.Counter()
+    handles: list[Any] = []  # a model stays patched as long as its handle exists
+    atexit.register(write_counts, handles, unpatched)
     known = "_tilegym_db_of_tests"
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if known in self.__dict__:
             return stock(self, *args, **kwargs)
         self.__dict__[known] = True
-        counter.models += 1
         try:
-            handle = patch_what_fits(self)
+            handles.append(patch_what_fits(self))
         except Exception as error:
-            counter.unpatched[f"{type(error).__name__}: {error}"] += 1
+            unpatched[f"{type(error).__name__}: {error}"] += 1
             return stock(self, *args, **kwargs)
-        handles.append(handle)  # so that the model stays patched, and no id is used twice
         return type(self).generate(self, *args, **kwargs)
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return generate(self, *args, **kwargs)
-        finally:
-            for handle in handles[-4:]:
-                counter.read(handle)
-
-    GenerationMixin.generate = counted
+    GenerationMixin.generate = generate
 
 
 # ---- The command ----------------------------------------------------------------------------------
