@@ -283,7 +283,7 @@ def affordable_calls(most: int, content_s: float, latency_us: float) -> int:
     Args:
         most: maximum number of calls, by the number of buffers.
         content_s: seconds to draw one content with its oracle.
-        latency_us: time of a call. Short ones are never fewer than tell their time from the noise of a request.
+        latency_us: time of a call. The shorter it is, the more calls stand out from the noise of a request.
 
     Returns:
         At least 1, and at most ``most``.

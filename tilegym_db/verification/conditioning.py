@@ -80,10 +80,13 @@ def excuse_ill_conditioned(
     verdicts = dict(check(outputs))
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
     tf32 = math == "tf32" and any(_is_float32(value) for value in inputs.values())
-    share = 1.0 if tf32 else MAX_EXCUSED_SHARE
-    if not refused or not all(
-        _may_be_ill_conditioned(definition, inputs, outputs[name], verdicts[name], share) for name in refused
-    ):
+
+    def may_be_excused(share: float) -> bool:
+        return all(
+            _may_be_ill_conditioned(definition, inputs, outputs[name], verdicts[name], share) for name in refused
+        )
+
+    if not refused or not may_be_excused(1.0 if tf32 else MAX_EXCUSED_SHARE):
         return verdicts
     if tf32:
         rounding = _tf32_rounding(definition, inputs, truth)
@@ -91,10 +94,7 @@ def excuse_ill_conditioned(
         excused = dict(check({**outputs, **known}))
         if all(verdict.passed for verdict in excused.values()):
             return excused
-        if not all(
-            _may_be_ill_conditioned(definition, inputs, outputs[name], verdicts[name], MAX_EXCUSED_SHARE)
-            for name in refused
-        ):
+        if not may_be_excused(MAX_EXCUSED_SHARE):
             return verdicts
     excused, uncertainties = verdicts, uncertainties or Uncertainties()
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):

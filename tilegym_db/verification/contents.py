@@ -143,7 +143,7 @@ class WorkloadContents:
     """By attempt: the contents, and how many were tried."""
     _seconds: float = 0.0
     _drawn: int = 0
-    """Of all attempts."""
+    """How many contents all attempts drew, in ``_seconds``."""
 
     @classmethod
     def draw(
