@@ -32,7 +32,7 @@ GENERATION = "generat or cache or left_padding or assisted or prompt_lookup or d
 COUNTS = "TILEGYM_DB_TESTS_COUNTS"
 """Environment variable: the file for the counts of a patched run."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-SHOWN = 600
+SHOWN = 4000
 """Characters at the end of a failure that are kept."""
 
 

@@ -224,7 +224,7 @@ def definitions_of(model: torch.nn.Module) -> list[str]:
     return [site.definition for site in patch(model, dry_run=True).report().sites]
 
 
-@pytest.mark.parametrize(
+each_activation = pytest.mark.parametrize(
     ("activation", "definition"),
     [
         (torch.nn.GELU(), "gelu"),
@@ -237,9 +237,23 @@ def definitions_of(model: torch.nn.Module) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+
+
+@each_activation
 def test_activation_is_found_by_code_and_settings(activation: Any, definition: str) -> None:
     model, _ = own(activation)
     assert definitions_of(model) == ["layer_norm", "layer_norm_no_bias", definition]
+
+
+@each_activation
+def test_one_graph_calls_the_kernel_of_an_activation(activation: Any, definition: str, kernels: Catalog) -> None:
+    model, x = own(activation)
+    with torch.no_grad():
+        stock = model(x)
+        with patched(model, catalog=kernels) as handle:
+            compiled = torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, stock)
+    assert hits_of(handle)[definition] == 1
 
 
 def test_activation_with_other_maths_stays_stock(kernels: Catalog) -> None:

@@ -8,7 +8,7 @@ experts as a whole, it covers their activation too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -101,18 +101,33 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of an activation: x [..., I] -> [..., I]."""
     ((found, site),) = calls
-    return activation_forward(stock, site, settings(found.modules[0]))
+    probed = vars(found.modules[0])
+    return activation_forward(stock, site, {name: probed[name] for name, _ in settings(found.modules[0])})
 
 
-def activation_forward(
-    stock: Callable[..., Any], site: CallSite, probed: tuple[tuple[str, Hashable], ...]
-) -> Callable[..., Any]:
-    """Return the forward; ``probed`` are the :func:`settings` at the time of the probe."""
-    names = tuple(name for name, _ in probed)
-    values = tuple(value for _, value in probed)
+def is_same(value: Any, probed: Any) -> bool:
+    """Return True for the same setting, as :func:`_setting` tells them apart. torch.compile can trace it."""
+    if isinstance(probed, PLAIN):
+        return isinstance(value, PLAIN) and value == probed
+    if isinstance(probed, functools.partial):
+        return (
+            isinstance(value, functools.partial)
+            and value.func is probed.func
+            and len(value.args) == len(probed.args)
+            and value.keywords.keys() == probed.keywords.keys()
+            and all([is_same(one, other) for one, other in zip(value.args, probed.args, strict=True)])
+            and all([is_same(value.keywords[name], other) for name, other in probed.keywords.items()])
+        )
+    if isinstance(probed, MethodType):
+        return isinstance(value, MethodType) and value.__func__ is probed.__func__
+    return value is probed
+
+
+def activation_forward(stock: Callable[..., Any], site: CallSite, probed: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the forward; ``probed`` are the settings by name at the time of the probe."""
 
     def is_as_probed(self: Any) -> bool:
-        return all([_setting(getattr(self, name, None)) == value for name, value in zip(names, values, strict=True)])
+        return all([is_same(getattr(self, name, None), value) for name, value in probed.items()])
 
     def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
         if _is_compiling():
