@@ -97,7 +97,7 @@ class DecodingReport:
 
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
-"""(model, inputs by name) -> its forward, captured."""
+"""(forward of a model, inputs by name) -> the forward, captured."""
 
 Replays = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context in which calls are made that a graph will repeat."""
@@ -239,7 +239,7 @@ class Decoding:
             before = cache.host_state()
             binding = contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
             with binding:  # a capture cannot load the kernels that it calls
-                outputs = model(**inputs)
+                outputs = cache.run(model, **inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
@@ -250,13 +250,13 @@ class Decoding:
         if graph is None:
             try:
                 with self._calls_are_replayed():
-                    graph = cache.graphs[form] = self._capture(model, inputs)
+                    graph = cache.graphs[form] = self._capture(functools.partial(cache.run, model), inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {first_line(error)}"
                 self.count(cache.failed)
                 cache.count(tokens)  # the capture may have counted on the host, but the device has not run
-                outputs = model(**inputs)
+                outputs = cache.run(model, **inputs)
                 cache.count(tokens + 1)
                 return outputs
         for kept, given in zip(graph.inputs, tensors, strict=True):

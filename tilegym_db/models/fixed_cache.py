@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilegym_db.models.cache_writes import Writes, is_known, writing
 from tilegym_db.models.next_inputs import (
     COUNTER,
     ENCODER,
@@ -69,8 +70,13 @@ class FixedCache:
     """The layers that count on the host."""
     sizes: tuple[int, ...] = field(init=False)
     """The different sizes of the windows."""
+    writes: Writes = field(default_factory=Writes)
+    """What the layers write in a step."""
 
     def __post_init__(self) -> None:
+        for layer in own_layers(self.static):
+            if hasattr(layer, "writes"):
+                layer.writes = self.writes
         self.windows = [layer for layer in own_layers(self.static) if hasattr(layer, COUNTER)]
         self.sizes = tuple(sorted({layer.max_cache_len for layer in self.windows}))
 
@@ -85,6 +91,11 @@ class FixedCache:
     def phase(self) -> tuple[bool, ...]:
         """The branches that the windows take on the host in the next step, one for each size: True if full."""
         return tuple([self.tokens >= size for size in self.sizes])
+
+    def run(self, model: Any, /, **inputs: Any) -> Any:
+        """Run the forward of a step. At its end the device counts what it has written."""
+        with self.writes:
+            return model(**inputs)
 
     def count(self, tokens: int) -> None:
         """Set the counts on the host. The device counts when it runs a step."""
@@ -305,9 +316,11 @@ def new_cache(model: Any, dynamic: Any, length: int) -> Any:
             return "this version of transformers counts the tokens of a cache on the host"
         if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
             return "a window of its cache has one position"
+        kind: Any = type(layer)
         if getattr(layer, "is_sliding", False):
-            window: Any = type(layer)
-            layer.__class__ = _moving(window)
+            layer.__class__ = _moving(kind)
+        if is_known(kind):
+            layer.__class__ = writing(type(layer))
     if isinstance(dynamic, EncoderDecoderCache):
         cross: Any = DynamicCache()
         cross.layers = [DynamicLayer() for _ in _cross_layers(dynamic)]
