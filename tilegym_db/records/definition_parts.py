@@ -223,6 +223,8 @@ class Serving(RecordPart):
     """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
     linear: LinearLayers | None = None
     """The linear layers that it computes. They ask for a kernel in graphs of ``generate`` alone."""
+    fixed_cache: Flag = False
+    """True if it writes new keys and values into a cache of fixed size, as graphs of ``generate`` do in each step."""
     rows: str | None = None
     """The axis that stands for all leading axes of a tensor, flattened; without it, inputs keep their dimensions."""
     outputs: dict[str, OutputLayout] = {}
