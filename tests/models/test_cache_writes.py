@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from host_graphs import eager
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import cache_utils
 
+from tilegym_db import Catalog, patch
 from tilegym_db.models import fixed_cache
 from tilegym_db.models.cache_writes import Writes, is_known, writing
 from tilegym_db.models.decoding import Decoding, captured
 from tilegym_db.models.fixed_cache import _moving
 from tilegym_db.models.next_inputs import CapturedForward
+from tilegym_db.models.write_site import PROVED_EAGERLY
+from tilegym_db.paths import shipped_root
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -208,3 +213,127 @@ def test_the_class_of_a_layer_looks_as_before() -> None:
         ours = writing(kind)
         assert (ours.__name__, ours.__module__) == (kind.__name__, kind.__module__)
         assert issubclass(ours, kind)
+
+
+# ---- served by a kernel -------------------------------------------------------------------------------------------
+
+NAME = "kv_cache_write"
+STOCK = "for cache, new in ((k_cache, k), (v_cache, v)):\n        cache.index_copy_(2, start, new)"
+REFUSED = {"a kernel that raises at its first call": "raise ValueError('no such size')", "none": None}
+
+
+def offer_writes(shop: Any, body: str | None = STOCK) -> Catalog:
+    """Publish a kernel of the write for the CPU, if it has a body; and one of norms, so that there is something to patch."""
+    shop.offer(ops=("rms_norm",))
+    if body is None:
+        return Catalog((shipped_root(), shop.root))
+    definition = Catalog((shipped_root(),)).definition(NAME)
+    folder = shop.root / "solutions" / "attention" / NAME / f"{NAME}_cpu"
+    folder.mkdir(parents=True)
+    (folder / "kernel.py").write_text(f"def run({', '.join(definition.inputs)}):\n    {body}\n")
+    record = {
+        "name": f"{NAME}_cpu", "definition": NAME, "author": "tests", "sources": [{"path": "kernel.py"}],
+        "spec": {
+            "language": "python", "entry_point": "kernel.py::run", "destination_passing_style": True,
+            "layouts": dict.fromkeys([*definition.inputs, *definition.outputs], "strided"),
+        },
+    }  # fmt: skip
+    (folder / "solution.json").write_text(json.dumps(record))
+    catalog = Catalog((shipped_root(), shop.root))
+    shop.entries += shop._entries(catalog, NAME, 1)
+    shop.republish()
+    return catalog
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``patch`` run decoding steps in graphs on the CPU."""
+    monkeypatch.setattr(Decoding, "fits", staticmethod(lambda model: True))
+    monkeypatch.setattr("tilegym_db.models.decoding.captured", eager)
+
+
+def writes_of(handle: Any) -> Any:
+    (row,) = [site for site in handle.report().sites if site.kind == "cache_write"]
+    return row
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma3", 2), ("qwen3_5", 1), ("gpt_oss", 2)])
+def test_a_kernel_writes_each_step_with_the_tokens_of_stock(name: str, layers: int, shop: Any) -> None:
+    stock, model = made(name), made(name)
+    handle = patch(model, catalog=offer_writes(shop))
+    for ids in (prompt(1, WINDOW // 2), prompt(3, 2 * WINDOW), prompt(1, WINDOW - 1)):
+        assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
+    report, row = handle.report(), writes_of(handle)
+    assert report.decoding.replayed > 20
+    assert not report.decoding.stock
+    assert (row.module_class, row.modules, row.reason) == ("StaticLayer", layers, "")
+    assert row.counts.kernel_calls == row.counts.calls > 25
+    assert {key.axes["S"] for key in row.counts.keys} == {1}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_kernel_writes_behind_an_encoder(shop: Any) -> None:
+    stock, model, inputs = made_with_encoder("t5"), made_with_encoder("t5"), encoded("t5", 2)
+    handle = patch(model, catalog=offer_writes(shop))
+    assert torch.equal(model.generate(**inputs, **GREEDY), stock.generate(**inputs, **GREEDY))
+    assert writes_of(handle).counts.kernel_calls > 15
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_kernel_writes_keys_and_values_of_other_widths(shop: Any, build: Callable[..., Any]) -> None:
+    stock, model = build("deepseek_v3"), build("deepseek_v3")
+    handle = patch(model, catalog=offer_writes(shop))
+    assert torch.equal(model.generate(prompt(2), **GREEDY), stock.generate(prompt(2), **GREEDY))
+    (key,) = writes_of(handle).counts.keys
+    assert key.kernel_calls > 15
+    assert key.axes["D"] != key.axes["Dv"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", REFUSED)
+def test_without_a_kernel_stock_code_writes_with_a_reason(name: str, shop: Any) -> None:
+    stock, model = made(), made()
+    handle = patch(model, catalog=offer_writes(shop, REFUSED[name]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert torch.equal(model.generate(prompt(2), **GREEDY), stock.generate(prompt(2), **GREEDY))
+    row = writes_of(handle)
+    reasons = [row.reason] if row.counts is None else [key.reason for key in row.counts.keys]
+    assert reasons and all(reasons)
+    assert handle.report().hits().get(NAME, 0) == 0
+    assert handle.report().decoding.replayed > 5
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_verification_and_other_ops_leave_writes_to_stock(shop: Any) -> None:
+    catalog = offer_writes(shop)
+    for options, reason in (({"verify": True}, PROVED_EAGERLY), ({"ops": ["rms_norm"]}, "not among the ops asked for")):
+        model = made()
+        handle = patch(model, catalog=catalog, **options)
+        model.generate(prompt(2), **GREEDY)
+        assert (writes_of(handle).reason, writes_of(handle).counts) == (reason, None)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_eager_steps_ask_for_no_kernel(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    stock, model = made(), made()
+    monkeypatch.setattr("tilegym_db.models.decoding.captured", fails)
+    handle = patch(model, catalog=offer_writes(shop))
+    assert torch.equal(model.generate(prompt(2), **GREEDY), stock.generate(prompt(2), **GREEDY))
+    assert writes_of(handle).counts.calls == 2  # the two layers in the step before the capture
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_kernel_that_fails_later_ends_the_graphs_not_the_tokens(shop: Any) -> None:
+    body = f"global calls\n    calls = globals().get('calls', 0) + 1\n    if calls == 4:\n        raise ValueError\n    {STOCK}"
+    stock, model = made(), made()
+    handle = patch(model, catalog=offer_writes(shop, body))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert torch.equal(model.generate(prompt(2), **GREEDY), stock.generate(prompt(2), **GREEDY))
+    assert handle.report().decoding.replayed == 0
+    assert any("cannot be captured" in reason for reason in handle.report().decoding.stock)

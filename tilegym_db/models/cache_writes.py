@@ -2,7 +2,7 @@
 
 A layer of transformers makes five launches for the new position: the position is an ``arange`` plus the count, the count goes up,
 and keys and values are copied to the position. A layer here copies to the position that its count already has. The counts of all
-layers that a forward has written go up together at its end, in one launch.
+layers that a forward has written go up together at its end, in one launch. A verified kernel may copy both in one launch.
 
 The code of transformers that this stands for is known by its fingerprint. A layer with other code keeps its own.
 """
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.next_inputs import COUNTER
 from tilegym_db.models.upstream_code import fingerprint
+from tilegym_db.resolver.hot_path import is_replayed
 
 KNOWN = {
     "update": ("73bb1582edab3b84", "9066d79715840ba4"),
@@ -31,9 +33,14 @@ class Writes:
     It is a context around the forward. Outside of it, each write counts at once, as in transformers.
     """
 
-    def __init__(self) -> None:
-        """Begin outside of a step."""
+    def __init__(self, site: CallSite | None = None) -> None:
+        """Begin outside of a step.
+
+        Args:
+            site: asks for a kernel that writes keys and values; None for stock code alone.
+        """
         self.is_open = False
+        self._site = site
         self._uncounted: dict[int, Any] = {}
 
     def __enter__(self) -> Writes:
@@ -58,10 +65,18 @@ class Writes:
     def put(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one position of keys and values behind those of a layer."""
         self.settle(layer)
-        self._uncounted[id(layer)] = layer
         position = layer.cumulative_length.view(1)
-        layer.keys.index_copy_(2, position, keys)
-        layer.values.index_copy_(2, position, values)
+        if not self._is_served(layer.keys, layer.values, keys, values, position):
+            layer.keys.index_copy_(2, position, keys)
+            layer.values.index_copy_(2, position, values)
+        self._uncounted[id(layer)] = layer
+
+    def _is_served(self, k_cache: Any, v_cache: Any, k: Any, v: Any, start: torch.Tensor) -> bool:
+        """Return True if a kernel has written. Only a write that a graph repeats asks for one."""
+        site = self._site
+        if site is None or not is_replayed() or site.falls_back(False, k, v, k_cache, v_cache):
+            return False
+        return site.ask(False, k_cache, v_cache, k, v, start) is not None
 
     def settle(self, layer: Any) -> None:
         """Count what a layer has written, before it is written again in the same forward."""

@@ -29,7 +29,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
+from tilegym_db.models.cache_writes import Writes
+from tilegym_db.models.call_site import AUTOCAST, CallSite, change_class, has_hooks, subclass
 from tilegym_db.models.fixed_cache import (
     FixedCache,
     bucket_of,
@@ -106,14 +107,22 @@ Replays = Callable[[], contextlib.AbstractContextManager[None]]
 class Decoding:
     """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
 
-    def __init__(self, model: Any, capture: Capture | None = None, replayed: Replays = replayed) -> None:
+    def __init__(
+        self,
+        model: Any,
+        capture: Capture | None = None,
+        replayed: Replays = replayed,
+        writes: CallSite | None = None,
+    ) -> None:
         """Capture nothing yet.
 
         Args:
             model: of transformers.
             capture: makes a graph of a forward; by default a CUDA graph.
             replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
+            writes: the call site of writes into a cache; None if stock code writes.
         """
+        self._writes = writes
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
         self._calls_are_replayed = replayed
@@ -138,11 +147,11 @@ class Decoding:
         return len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @classmethod
-    def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
+    def of(cls, model: Any, replayed: Replays = replayed, writes: CallSite | None = None) -> Decoding | None:
         """Install graphs in a model that generates on a GPU, and return them; return None for other models."""
         if not cls.fits(model):
             return None
-        decoding = cls(model, replayed=replayed)
+        decoding = cls(model, replayed=replayed, writes=writes)
         decoding.install()
         return decoding
 
@@ -213,7 +222,7 @@ class Decoding:
                 made = new_cache(model, dynamic, length)
                 if isinstance(made, str):
                     return made
-                cache = FixedCache(made)
+                cache = FixedCache(made, Writes(self._writes))
             self._caches[key] = cache
             while len(self._caches) > MAX_CACHES:
                 self._caches.popitem(last=False)

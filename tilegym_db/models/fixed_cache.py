@@ -48,6 +48,8 @@ class FixedCache:
     """A cache of fixed size with its graphs. One generation uses it at a time."""
 
     static: Any
+    writes: Writes = field(default_factory=Writes)
+    """What the layers write in a step."""
     graphs: dict[Any, CapturedForward | None] = field(default_factory=dict)
     """Form of a step -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
     failed: str = ""
@@ -70,8 +72,6 @@ class FixedCache:
     """The layers that count on the host."""
     sizes: tuple[int, ...] = field(init=False)
     """The different sizes of the windows."""
-    writes: Writes = field(default_factory=Writes)
-    """What the layers write in a step."""
 
     def __post_init__(self) -> None:
         for layer in own_layers(self.static):
