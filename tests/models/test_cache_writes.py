@@ -329,7 +329,7 @@ def test_eager_steps_ask_for_no_kernel(shop: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_kernel_that_fails_later_ends_the_graphs_not_the_tokens(shop: Any) -> None:
+def test_a_kernel_that_fails_later_ends_graphs_not_tokens(shop: Any) -> None:
     body = f"global calls\n    calls = globals().get('calls', 0) + 1\n    if calls == 4:\n        raise ValueError\n    {STOCK}"
     stock, model = made(), made()
     handle = patch(model, catalog=offer_writes(shop, body))

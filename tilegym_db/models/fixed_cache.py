@@ -317,10 +317,8 @@ def new_cache(model: Any, dynamic: Any, length: int) -> Any:
         if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
             return "a window of its cache has one position"
         kind: Any = type(layer)
-        if getattr(layer, "is_sliding", False):
-            layer.__class__ = _moving(kind)
-        if is_known(kind):
-            layer.__class__ = writing(type(layer))
+        moving: Any = _moving(kind) if getattr(layer, "is_sliding", False) else kind
+        layer.__class__ = writing(moving) if is_known(kind) else moving
     if isinstance(dynamic, EncoderDecoderCache):
         cross: Any = DynamicCache()
         cross.layers = [DynamicLayer() for _ in _cross_layers(dynamic)]
