@@ -210,7 +210,7 @@ class Serving(RecordPart):
     """Facts that the resolver and a model integration need to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink,
+    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, normed_rope, attention, attention_sink,
     capped_attention, biased_attention, latent_keys, add_norm, cache, experts, router, delta_rule, state_space, causal_conv,
     inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss, head_loss. Two are for any code: ``function`` is one that
     a forward calls, and ``module`` one without submodules. Their inputs are the parameters of the code, or attributes of the
