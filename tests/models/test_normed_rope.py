@@ -17,15 +17,18 @@ from tilegym_db.models.patch import discover
 from tilegym_db.paths import shipped_root
 
 NAME = "qk_norm_rope"
-PARTS = ("rms_norm", "rope_neox")
+OF_MODEL = {"qwen3": NAME, "qwen3_moe": NAME, "gemma3": "qk_norm_rope_gemma"}
+PARTS = ("rms_norm", "rms_norm_gemma", "rope_neox")
 
 
 def offer(shop: Any, body: str | None = None) -> Catalog:
-    """Publish a kernel of the fused operator for the CPU beside those of its parts."""
+    """Publish a kernel of each fused operator for the CPU beside those of its parts."""
     shop.offer(ops=PARTS)
-    shop._write(NAME, body, "stock", returns=False)
+    for name in {*OF_MODEL.values()}:
+        shop._write(name, body, "stock", returns=False)
     catalog = Catalog((shipped_root(), shop.root))
-    shop.entries += shop._entries(catalog, NAME, 1)
+    for name in {*OF_MODEL.values()}:
+        shop.entries += shop._entries(catalog, name, 1)
     shop.republish()
     return catalog
 
@@ -35,15 +38,15 @@ def row(handle: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"), [("qwen3", 2), ("qwen3_moe", 2), ("llama", 0), ("gemma3", 0), ("olmoe", 0), ("deepseek_v3", 0)]
-)
-def test_it_is_found_by_structure(name: str, layers: int, build: Callable[..., Any]) -> None:
-    found = [group for group in discover(build(name), Catalog.default()) if group.kind == "normed_rope"]
-    assert [(group.definition, group.reason, len(group.modules)) for group in found] == [(NAME, "", layers)][:layers]
+@pytest.mark.parametrize("name", [*OF_MODEL, "llama", "olmoe", "deepseek_v3", "qwen3_5", "phi3"])
+def test_it_is_found_by_structure(name: str, build: Callable[..., Any]) -> None:
+    model = build(name)
+    found = [group for group in discover(model, Catalog.default()) if group.kind == "normed_rope"]
+    expected = [(OF_MODEL[name], "", len(model.model.layers))] if name in OF_MODEL else []
+    assert [(group.definition, group.reason, len(group.modules)) for group in found] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", OF_MODEL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_call_gives_the_bits_of_stock(
     name: str, dtype: torch.dtype, shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]

@@ -29,7 +29,7 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.parts import norm as norm_part
-from tilegym_db.models.parts.rope import ROTARY
+from tilegym_db.models.parts.rope import NARROW, ROTARY
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
 from tilegym_db.models.rewrite import is_name, parsed
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models, once_per_function, undecorated
@@ -71,7 +71,7 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
         if group.kind == "norm" and group.definition in included
         for module in group.modules
     }
-    rotary = {(id(module), group.function) for group in others if group.kind == "rope" for module in group.modules}
+    rotary = {(id(module), group.function) for group in others if _turns_whole_heads(group) for module in group.modules}
     place_of = of_class(lambda cls: _place_in(undecorated(cls.forward)))
     modules = []
     for module in model.modules() if norms else ():
@@ -89,6 +89,11 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
         reason = next(filter(None, reasons), "")
         groups.append(replace(found, norm=norm, reason=found.reason or (reason and f"one of its parts: {reason}")))
     return groups
+
+
+def _turns_whole_heads(found: ModuleGroup) -> bool:
+    """Return True if a group has a rotary function whose tables are as wide as heads."""
+    return found.kind == "rope" and found.match is not None and NARROW.isdisjoint(found.match.definition.axes)
 
 
 def _place_of(found: ModuleGroup) -> NormedRope:
