@@ -92,7 +92,7 @@ def run_qk_norm_rope(
     k_out: torch.Tensor,
     *,
     BLOCK_H=4,
-    num_warps=4,
+    num_warps=1,
 ):
     """q_out and k_out = rotated RMSNorm of every head of q and k, rounded to T after each operation.
 
@@ -115,7 +115,7 @@ def run_qk_norm_rope_gemma(
     k_out: torch.Tensor,
     *,
     BLOCK_H=4,
-    num_warps=4,
+    num_warps=1,
 ):
     """q_out and k_out = rotated RMSNorm of every head of q and k, with weights around zero; the norm is rounded once.
 
