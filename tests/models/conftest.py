@@ -28,7 +28,13 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import is_code_selecting
 
-SERVED = [record for record in SHIPPED.definitions.values() if record.serving is not None and record.serving.part]
+TOGETHER = ("normed_rope",)
+"""Parts that take the place of others: only their own tests publish them, and all others see each part served."""
+SERVED = [
+    record
+    for record in SHIPPED.definitions.values()
+    if record.serving is not None and record.serving.part not in (None, *TOGETHER)
+]
 OPS = tuple(sorted({record.name for record in SERVED} | {one.serving.after for one in SERVED if one.serving.after}))  # type: ignore[union-attr]
 """What models are served with, as the Definitions say, and what comes before them."""
 BACKWARDS = tuple(name for name, record in SHIPPED.definitions.items() if record.backward_of in OPS)

@@ -29,7 +29,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
+from tilegym_db.models.cache_writes import Writes
+from tilegym_db.models.call_site import AUTOCAST, CallSite, change_class, has_hooks, subclass
 from tilegym_db.models.fixed_cache import (
     FixedCache,
     bucket_of,
@@ -97,7 +98,7 @@ class DecodingReport:
 
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
-"""(model, inputs by name) -> its forward, captured."""
+"""(forward of a model, inputs by name) -> the forward, captured."""
 
 Replays = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context in which calls are made that a graph will repeat."""
@@ -106,14 +107,22 @@ Replays = Callable[[], contextlib.AbstractContextManager[None]]
 class Decoding:
     """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
 
-    def __init__(self, model: Any, capture: Capture | None = None, replayed: Replays = replayed) -> None:
+    def __init__(
+        self,
+        model: Any,
+        capture: Capture | None = None,
+        replayed: Replays = replayed,
+        writes: CallSite | None = None,
+    ) -> None:
         """Capture nothing yet.
 
         Args:
             model: of transformers.
             capture: makes a graph of a forward; by default a CUDA graph.
             replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
+            writes: the call site of writes into a cache; None if stock code writes.
         """
+        self._writes = writes
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
         self._calls_are_replayed = replayed
@@ -138,11 +147,11 @@ class Decoding:
         return len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @classmethod
-    def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
+    def of(cls, model: Any, replayed: Replays = replayed, writes: CallSite | None = None) -> Decoding | None:
         """Install graphs in a model that generates on a GPU, and return them; return None for other models."""
         if not cls.fits(model):
             return None
-        decoding = cls(model, replayed=replayed)
+        decoding = cls(model, replayed=replayed, writes=writes)
         decoding.install()
         return decoding
 
@@ -213,7 +222,7 @@ class Decoding:
                 made = new_cache(model, dynamic, length)
                 if isinstance(made, str):
                     return made
-                cache = FixedCache(made)
+                cache = FixedCache(made, Writes(self._writes))
             self._caches[key] = cache
             while len(self._caches) > MAX_CACHES:
                 self._caches.popitem(last=False)
@@ -239,7 +248,7 @@ class Decoding:
             before = cache.host_state()
             binding = contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
             with binding:  # a capture cannot load the kernels that it calls
-                outputs = model(**inputs)
+                outputs = cache.run(model, **inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
@@ -250,13 +259,13 @@ class Decoding:
         if graph is None:
             try:
                 with self._calls_are_replayed():
-                    graph = cache.graphs[form] = self._capture(model, inputs)
+                    graph = cache.graphs[form] = self._capture(functools.partial(cache.run, model), inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {first_line(error)}"
                 self.count(cache.failed)
                 cache.count(tokens)  # the capture may have counted on the host, but the device has not run
-                outputs = model(**inputs)
+                outputs = cache.run(model, **inputs)
                 cache.count(tokens + 1)
                 return outputs
         for kept, given in zip(graph.inputs, tensors, strict=True):

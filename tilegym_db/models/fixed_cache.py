@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilegym_db.models.cache_writes import Writes, is_known, writing
 from tilegym_db.models.next_inputs import (
     COUNTER,
     ENCODER,
@@ -47,6 +48,8 @@ class FixedCache:
     """A cache of fixed size with its graphs. One generation uses it at a time."""
 
     static: Any
+    writes: Writes = field(default_factory=Writes)
+    """What the layers write in a step."""
     graphs: dict[Any, CapturedForward | None] = field(default_factory=dict)
     """Form of a step -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
     failed: str = ""
@@ -71,6 +74,9 @@ class FixedCache:
     """The different sizes of the windows."""
 
     def __post_init__(self) -> None:
+        for layer in own_layers(self.static):
+            if hasattr(layer, "writes"):
+                layer.writes = self.writes
         self.windows = [layer for layer in own_layers(self.static) if hasattr(layer, COUNTER)]
         self.sizes = tuple(sorted({layer.max_cache_len for layer in self.windows}))
 
@@ -85,6 +91,11 @@ class FixedCache:
     def phase(self) -> tuple[bool, ...]:
         """The branches that the windows take on the host in the next step, one for each size: True if full."""
         return tuple([self.tokens >= size for size in self.sizes])
+
+    def run(self, model: Any, /, **inputs: Any) -> Any:
+        """Run the forward of a step. At its end the device counts what it has written."""
+        with self.writes:
+            return model(**inputs)
 
     def count(self, tokens: int) -> None:
         """Set the counts on the host. The device counts when it runs a step."""
@@ -305,9 +316,9 @@ def new_cache(model: Any, dynamic: Any, length: int) -> Any:
             return "this version of transformers counts the tokens of a cache on the host"
         if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
             return "a window of its cache has one position"
-        if getattr(layer, "is_sliding", False):
-            window: Any = type(layer)
-            layer.__class__ = _moving(window)
+        kind: Any = type(layer)
+        moving: Any = _moving(kind) if getattr(layer, "is_sliding", False) else kind
+        layer.__class__ = writing(moving) if is_known(kind) else moving
     if isinstance(dynamic, EncoderDecoderCache):
         cross: Any = DynamicCache()
         cross.layers = [DynamicLayer() for _ in _cross_layers(dynamic)]

@@ -87,6 +87,7 @@ class Handle:
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
         self._products: Products | None = None
+        self._writes: CallSite | None = None
 
     def __repr__(self) -> str:
         """Return what was patched; ``report()`` has the calls."""
@@ -97,7 +98,8 @@ class Handle:
 
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
-        self._decoding = Decoding.of(model, replayed if self._products is None else self._products.replayed)
+        replays = replayed if self._products is None else self._products.replayed
+        self._decoding = Decoding.of(model, replays, self._writes)
         if self._decoding is not None and self._decoding.ours is not None:
             self._changed.append((model, self._decoding.ours))
 
@@ -110,6 +112,11 @@ class Handle:
                 one._replace(reason=IN_GRAPHS) if one.reason == LIBRARY and one.module_class == LINEAR else one
                 for one in self.undescribed
             )
+
+    def add_cache_writes(self, found: tuple[CallSiteReport, CallSite | None]) -> None:
+        """Add the writes into a cache of fixed size, which graphs of ``generate`` make in each step."""
+        self._sites.append(found)
+        self._writes = found[1]
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
         """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""

@@ -39,6 +39,7 @@ from tilegym_db.models.products import Operators, Products
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
 from tilegym_db.models.report import PatchReport
+from tilegym_db.models.write_site import PROVED_EAGERLY, write_site
 from tilegym_db.paths import DISABLED, home, is_disabled
 from tilegym_db.published.entries import Candidate, why_not_as_required
 from tilegym_db.published.table import LockedKernel, ServingLock, table_for, why_no_table
@@ -231,6 +232,14 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
                     check=options.check == CHECK_FIRST,
                 )
             )
+            writes = write_site(
+                model,
+                records,
+                lambda name: _why_no_write(name, model, records, options, served),
+                check=options.check == CHECK_FIRST,
+            )
+            if writes is not None:
+                handle.add_cache_writes(writes)
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)
@@ -289,6 +298,14 @@ def _why_no_product(
     weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)}
     reason = _why_left_out(name, options, served)
     return reason or ("" if options.verify else served.why_no_call(records.definition(name), _placement_of(weights)))
+
+
+def _why_no_write(
+    name: str, model: torch.nn.Module, records: Catalog, options: PatchOptions, served: PublishedTables
+) -> str:
+    """Return the reason for writes into a cache of fixed size to stay stock; empty if they are to ask for kernels."""
+    reason = _why_left_out(name, options, served) or (PROVED_EAGERLY if options.verify else "")
+    return reason or served.why_no_call(records.definition(name), _placement_of(set(model.parameters())))
 
 
 def _why_left_out(name: str, options: PatchOptions, served: PublishedTables) -> str:

@@ -104,7 +104,7 @@ class Products:
         count = sum(1 for module in model.modules() if isinstance(module, torch.nn.Linear) and module.bias is None)
         for name in self.operators.names if count else ():
             reason = why_not(name)
-            site = None if reason else _site(catalog, name, check=check)
+            site = None if reason else replay_site(catalog, name, check=check)
             self.rows.append((CallSiteReport(KIND, LINEAR, count, name, reason), site))
             if site is not None:
                 self.sites[name] = site
@@ -121,7 +121,7 @@ class Products:
             yield
 
 
-def _site(catalog: Catalog, name: str, *, check: bool) -> CallSite:
+def replay_site(catalog: Catalog, name: str, *, check: bool) -> CallSite:
     """Return a call site for replays, in eager code without gradients."""
     definition = catalog.definition(name)
     stock = stock_of(catalog.solutions_for(name))

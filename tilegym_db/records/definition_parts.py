@@ -210,7 +210,7 @@ class Serving(RecordPart):
     """Facts that the resolver and a model integration need to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink,
+    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, normed_rope, attention, attention_sink,
     capped_attention, biased_attention, latent_keys, add_norm, cache, experts, router, delta_rule, state_space, causal_conv,
     inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss, head_loss. Two are for any code: ``function`` is one that
     a forward calls, and ``module`` one without submodules. Their inputs are the parameters of the code, or attributes of the
@@ -223,6 +223,8 @@ class Serving(RecordPart):
     """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
     linear: LinearLayers | None = None
     """The linear layers that it computes. They ask for a kernel in graphs of ``generate`` alone."""
+    fixed_cache: Flag = False
+    """True if it writes new keys and values into a cache of fixed size, as graphs of ``generate`` do in each step."""
     rows: str | None = None
     """The axis that stands for all leading axes of a tensor, flattened; without it, inputs keep their dimensions."""
     outputs: dict[str, OutputLayout] = {}

@@ -101,6 +101,14 @@ _SERVE = """\
         return None
     return {outputs}
 """
+_SERVE_IN_PLACE = """\
+    try:
+        _launch({parameters})
+    except Exception as _error:
+        _failed(_key, _bound, _error)
+        return None
+    return ()
+"""
 # A kernel may raise anything that a compiler or driver raises. This boundary catches it, records the traceback and runs stock.
 
 
@@ -133,10 +141,12 @@ def compile_serve(
     """Compile ``serve(*inputs) -> outputs or None`` for one call site; ``allocate(*inputs)`` makes the outputs.
 
     Keys do not contain the size of a ``growing`` axis. A binding then counts as found only for sizes that it has ``seen``.
+    If all outputs overwrite inputs, the outputs of a kernel are an empty tuple.
     """
     parameters = tuple(definition.inputs)
     functions = {"find": find, "miss": miss, "failed": failed, "allocate": allocate}
-    serve = _compile(definition, parameters, _FIND + _SERVE, "None", growing, **functions)
+    body = _FIND + (_SERVE if definition.written_outputs else _SERVE_IN_PLACE)
+    serve = _compile(definition, parameters, body, "None", growing, **functions)
     serve.__doc__ = f"Return the outputs of {definition.name} by a verified kernel, or None if no kernel ran."
     return serve
 
