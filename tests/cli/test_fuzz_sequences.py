@@ -214,7 +214,8 @@ class Sequences(RuleBasedStateMachine):
         assert self.found() == self.solutions
 
     def every_trace_is_there(self) -> None:
-        from tilegym_db.store.connection import ingest, open_store
+        from tilegym_db.store.connection import open_store
+        from tilegym_db.store.filling import ingest
 
         with open_store() as store:
             ingest(store)

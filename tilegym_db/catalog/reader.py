@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import tilegym_db.records as records
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
     RECORD_NAME,
@@ -32,8 +33,10 @@ from tilegym_db.catalog.record_files import (
 )
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes, write_atomically
-from tilegym_db.records import Definition, Workload
-from tilegym_db.records.workload import SafetensorsInput
+
+if TYPE_CHECKING:
+    from tilegym_db.records import Definition, Workload
+    from tilegym_db.records.workload import SafetensorsInput
 
 T = TypeVar("T")
 
@@ -221,7 +224,7 @@ class CatalogReader:
                     code="record_misplaced",
                 )
             self._cache[path] = self.with_forward(cached, path)
-        assert isinstance(cached, Definition)
+        assert isinstance(cached, records.Definition)
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
@@ -319,7 +322,7 @@ class CatalogReader:
 @lru_cache(maxsize=1024)
 def _definition(content: bytes, path: Path) -> Definition:
     """Return the Definition of a text. Every reader of a process shares it, as checking a record takes milliseconds."""
-    return Definition.from_json(content, path)
+    return records.Definition.from_json(content, path)
 
 
 def is_place(name: str | Path, catalog: CatalogReader) -> bool:

@@ -12,17 +12,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+import tilegym_db.records as records
 from tilegym_db.errors import RecordError, TilegymDBError
 from tilegym_db.files import decode, read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.python_source import headers_of_large_sources, parse_source, recall_headers
-from tilegym_db.records.solution import Family, FamilyMember
+
+if TYPE_CHECKING:
+    from tilegym_db.records import Definition, Solution, Workload
+    from tilegym_db.records.solution import Family
 
 
 @dataclass(frozen=True)
@@ -343,7 +346,7 @@ def read_record(path: Path) -> Solution:
         return solution_of_family(read_bytes(file, "family"), file, "" if path == file else name_at(path))
     content = read_bytes(path, "solution")
     try:
-        return Solution.from_json(content, path)
+        return records.Solution.from_json(content, path)
     except RecordError as error:
         if in_family(path):
             raise RecordError(
@@ -377,6 +380,8 @@ def solution_of_family(content: bytes, file: Path | str, name: str) -> Solution:
     Raises:
         RecordError: the family or its Solution is not valid, or the family does not list the Solution once.
     """
+    from tilegym_db.records.solution import Family, FamilyMember
+
     place = f"{file}#{name}"
     family = _valid_family(content, file)
     if family is None and name and all(map(_stated_name, _entries(parse_object(content, "family", file)))):
@@ -409,6 +414,8 @@ def _narrowed(content: bytes, file: Path | str, name: str) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _valid_family(content: bytes, file: Path | str) -> Family | None:
     """Return the whole family, or None if a part of it is not valid."""
+    from tilegym_db.records.solution import Family
+
     try:
         return Family.from_json(content, file)
     except RecordError:
@@ -488,7 +495,7 @@ def _workloads(content: bytes, path: Path, judge: _Judge) -> tuple[Workload | Br
 
 def _workload(line: bytes, where: str, path: Path, definition: Definition) -> Workload | Broken:
     try:
-        workload = Workload.from_json(line, where)
+        workload = records.Workload.from_json(line, where)
         try:
             if workload.definition != definition.name:
                 raise RecordError(

@@ -17,7 +17,7 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.shared_buffers import (

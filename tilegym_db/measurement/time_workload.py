@@ -20,7 +20,8 @@ from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
-from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
+from tilegym_db.records.trace import Audit, Performance
+from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import raising_out_of_memory

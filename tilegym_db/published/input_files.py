@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+import tilegym_db.records as records
 from tilegym_db.catalog.record_files import library_files, solution_folders
 from tilegym_db.errors import RecordError
 from tilegym_db.files import MiB, regular_files
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.trace import Trace
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Trace
 
 
 SUFFIX = ".jsonl.gz"
@@ -160,7 +161,7 @@ def read_traces(content: bytes, source: str | Path) -> list[Trace]:
         RecordError: as :func:`read_lines`, or a line is not a valid trace.
     """
     return [
-        Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
+        records.Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
         for line in read_lines(content, source)
     ]
 

@@ -20,7 +20,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.solution import narrowed
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, Tier
 from tilegym_db.sandbox.interpreters import INTERPRETERS
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, same_bytes
