@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import tilegym_db.records as records
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
     RECORD_NAME,
@@ -224,7 +223,7 @@ class CatalogReader:
                     code="record_misplaced",
                 )
             self._cache[path] = self.with_forward(cached, path)
-        assert isinstance(cached, records.Definition)
+        assert not isinstance(cached, SolutionFiles)
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
@@ -322,7 +321,9 @@ class CatalogReader:
 @lru_cache(maxsize=1024)
 def _definition(content: bytes, path: Path) -> Definition:
     """Return the Definition of a text. Every reader of a process shares it, as checking a record takes milliseconds."""
-    return records.Definition.from_json(content, path)
+    from tilegym_db.records import Definition
+
+    return Definition.from_json(content, path)
 
 
 def is_place(name: str | Path, catalog: CatalogReader) -> bool:

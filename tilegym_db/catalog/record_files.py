@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-import tilegym_db.records as records
 from tilegym_db.errors import RecordError, TilegymDBError
 from tilegym_db.files import decode, read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
@@ -341,12 +340,14 @@ def family_places(file: Path) -> list[Path]:
 
 def read_record(path: Path) -> Solution:
     """Return the validated record at a place; raise :class:`RecordError` if it is not valid."""
+    from tilegym_db.records import Solution
+
     if of_family_file(path):
         file = file_of(path)
         return solution_of_family(read_bytes(file, "family"), file, "" if path == file else name_at(path))
     content = read_bytes(path, "solution")
     try:
-        return records.Solution.from_json(content, path)
+        return Solution.from_json(content, path)
     except RecordError as error:
         if in_family(path):
             raise RecordError(
@@ -494,8 +495,10 @@ def _workloads(content: bytes, path: Path, judge: _Judge) -> tuple[Workload | Br
 
 
 def _workload(line: bytes, where: str, path: Path, definition: Definition) -> Workload | Broken:
+    from tilegym_db.records import Workload
+
     try:
-        workload = records.Workload.from_json(line, where)
+        workload = Workload.from_json(line, where)
         try:
             if workload.definition != definition.name:
                 raise RecordError(

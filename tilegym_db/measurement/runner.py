@@ -275,7 +275,11 @@ class BufferPool:
         plan = plan_slot(definition, contents[0].case)
         self.buffers = SharedBuffers(plan, slots_of(plan, len(contents), device, buffer_bytes), device)
         self._rotation = 0
-        self.fill()
+        try:
+            self.fill()
+        except BaseException:
+            self.close()  # nobody else can: the caller gets no pool
+            raise
 
     @property
     def slots(self) -> int:

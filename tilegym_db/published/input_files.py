@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-import tilegym_db.records as records
 from tilegym_db.catalog.record_files import library_files, solution_folders
 from tilegym_db.errors import RecordError
 from tilegym_db.files import MiB, regular_files
@@ -160,8 +159,10 @@ def read_traces(content: bytes, source: str | Path) -> list[Trace]:
     Raises:
         RecordError: as :func:`read_lines`, or a line is not a valid trace.
     """
+    from tilegym_db.records import Trace
+
     return [
-        records.Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
+        Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
         for line in read_lines(content, source)
     ]
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import tilegym_db.records as records
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.store.database import parsed
@@ -261,10 +260,12 @@ def read_traces(store: Store, trace_ids: Iterable[str]) -> dict[str, Trace]:
 
 
 def _trace_of(row: dict[str, Any], where: str) -> Trace:
+    from tilegym_db.records import Trace
+
     content = _without_nulls({key: value for key, value in row.items() if key not in _KEYS})
     content["config"], content["scalars"] = json.loads(row["config"]), json.loads(row["scalars"])
     content["timestamp"] = row["timestamp"].replace(tzinfo=UTC)
-    return records.Trace.from_dict(content, where)
+    return Trace.from_dict(content, where)
 
 
 def _without_nulls(value: Any) -> Any:
