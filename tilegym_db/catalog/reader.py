@@ -55,6 +55,10 @@ class CatalogReader:
     required: frozenset[str] = field(default=frozenset(), kw_only=True)
     """What is required of the bits of kernels that serve (:data:`~tilegym_db.published.entries.REQUIREMENTS`)."""
 
+    def __repr__(self) -> str:
+        """Return the folders, in the order in which they are read."""
+        return f"<{type(self).__name__} {', '.join(map(str, self.roots))}>"
+
     def reread(self, root: Path) -> Self:
         """Return a new reader of the same roots and ``root``, as they are on disk now."""
         roots = self.roots if root in self.roots else (*self.roots, root)

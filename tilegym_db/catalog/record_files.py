@@ -35,6 +35,10 @@ class SolutionFiles:
     path: Path
     sources: Mapping[str, bytes] = field(repr=False)
 
+    def __repr__(self) -> str:
+        """Return the names of the Solution and its Definition, and its language."""
+        return f"<Solution {self.name} of {self.record.definition}, {self.record.spec.language}>"
+
     @property
     def name(self) -> str:
         """The Solution's name."""

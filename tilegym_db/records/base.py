@@ -111,12 +111,14 @@ class Record(RecordPart):
             return cls.model_validate(value)
         except ValidationError as error:
             problems, more = _problems(error, cls)
-            texts, codes = zip(*problems, strict=True)
-            refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
-            refusal.problems, refusal.codes = texts, codes
-            raise refusal from None
         except UnicodeEncodeError as error:  # half of a surrogate pair, which pydantic would quote in its message
             raise RecordError(f"{source}: not a valid {cls.kind}: {error}.", code="text_surrogate") from None
+        # Not in the block above: the garbage collector does not see into pydantic's error. As the context of this one it would
+        # keep every frame alive for good, with what the callers hold, such as an open database.
+        texts, codes = zip(*problems, strict=True)
+        refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
+        refusal.problems, refusal.codes = texts, codes
+        raise refusal
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content without the keys that have their default value."""

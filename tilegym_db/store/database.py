@@ -137,6 +137,10 @@ class Store:
     """Resources held while the store is open: a writer's lock."""
     _pid: int = field(default_factory=os.getpid, repr=False)
 
+    def __repr__(self) -> str:
+        """Return the file, and whether it is open for reading only."""
+        return f"<Store {self.path}{', read-only' if self.read_only else ''}>"
+
     @property
     def home(self) -> Path:
         """Return the folder of the database, which also holds the journals (``runs/``)."""
