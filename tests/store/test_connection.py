@@ -455,3 +455,18 @@ def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, 
     monkeypatch.setattr(database.os, "sysconf", machine.__getitem__)
     with opened() as store:
         assert store.rows("SELECT current_setting('memory_limit') AS found") == [{"found": limit}]
+
+
+@pytest.mark.parametrize("cause", ["Operation not supported", "No locks available"])
+@pytest.mark.parametrize("read_only", [True, False])
+def test_file_system_without_locks_is_named_at_once(cause, read_only, tmp_path, monkeypatch):
+    def connect(*_: object, **__: object) -> None:
+        raise duckdb.IOException(
+            f'IO Error: Could not set lock on file "x.duckdb": {cause}. See also the documentation'
+        )
+
+    monkeypatch.setattr(duckdb, "connect", connect)
+    began = time.monotonic()
+    with raises(StoreError, "locks_missing", "TILEGYM_DB_HOME", cause):
+        database.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=database.LOCK_TIMEOUT_S)
+    assert time.monotonic() - began < database.LOCK_TIMEOUT_S / 2
