@@ -278,7 +278,7 @@ class BufferPool:
         try:
             self.fill()
         except BaseException:
-            self.close()  # nobody else can: the caller gets no pool
+            self.close()  # the caller gets no pool to close
             raise
 
     @property
