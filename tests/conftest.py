@@ -139,12 +139,12 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
-    from tilegym_db.store import connection, statements
+    from tilegym_db.store import filling, statements
     from tilegym_db.store.database import Store, connect
 
     folder = tmp_path_factory.mktemp("stores")
     made: dict[tuple[object, ...], Path] = {}
-    make = connection.new_store
+    make = filling.new_store
 
     def copied(path: Path) -> Store:
         state = (statements.SCHEMA_VERSION, statements.schema_sql(), statements.tables_and_views_sql())
@@ -156,7 +156,7 @@ def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[P
         return Store(path, connect(path, read_only=False, timeout_s=0.0), read_only=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "new_store", copied)
+        patch.setattr(filling, "new_store", copied)
         yield make
 
 

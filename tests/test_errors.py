@@ -1,16 +1,19 @@
-"""A package that is missing is one sentence with what to install, whichever it is."""
+"""Errors: a missing package is one sentence with what to install, and a refused record keeps nothing alive."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
-from tilegym_db.errors import REQUIRED, missing_package
+from tilegym_db.errors import REQUIRED, RecordError, missing_package
+from tilegym_db.records import Trace
 
 ROOT = Path(__file__).parents[1]
 BLOCK = """
@@ -44,3 +47,18 @@ def test_a_broken_installation_has_no_traceback(tmp_path: Path, module: str, arg
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert re.fullmatch(rf"error: [^\n]*Try: pip install {module}\n", result.stderr)
+
+
+def test_refused_record_keeps_nothing_of_its_callers() -> None:
+    class Held:
+        pass
+
+    def refuse() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(RecordError):
+            Trace.from_dict({"timestamp": "0001-01-01T00:00:00Z"})
+        return weakref.ref(held)
+
+    held = refuse()
+    gc.collect()
+    assert held() is None

@@ -88,3 +88,8 @@ def test_resolved_kernel_says_what_serves_and_why() -> None:
 def test_record_names_itself() -> None:
     record = CATALOG.definition("rms_norm")
     assert repr(record) == f"<Definition rms_norm {record.version}>"
+    assert repr(CATALOG.solution("rms_norm_triton")) == "<Solution rms_norm_triton of rms_norm, triton>"
+
+
+def test_catalog_names_its_folders() -> None:
+    assert repr(CATALOG) == f"<Catalog {', '.join(map(str, CATALOG.roots))}>"

@@ -25,7 +25,7 @@ from loop_authors import GOOD
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.connection", "filelock", "tilegym_db.store.sharing",
+    ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.filling", "filelock", "tilegym_db.store.sharing",
      "tilegym_db.interchange.importing", "tilegym_db.interchange.flashinfer_export",
      "tilegym_db.loop.submit", "tilegym_db.loop.tasks", "pyarrow.parquet", "pyarrow.dataset"]
 )  # fmt: skip
@@ -155,8 +155,8 @@ def model_run(place: Place, key: str) -> None:
 
 
 def ingest(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import ingest as bring_in
     from tilegym_db.store.connection import open_store
+    from tilegym_db.store.filling import ingest as bring_in
 
     journal(place, key)
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -172,7 +172,7 @@ def publish(place: Place, key: str) -> None:
 
 
 def rebuild(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import rebuild as make_anew
+    from tilegym_db.store.filling import rebuild as make_anew
 
     make_anew(place.home, lock_timeout_s=WAIT_S)
 
@@ -201,8 +201,8 @@ def sync(place: Place, key: str) -> None:
 
 
 def share(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import ingest as bring_in
     from tilegym_db.store.connection import open_store
+    from tilegym_db.store.filling import ingest as bring_in
     from tilegym_db.store.sharing import SharedDataSet, share_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tilegym_db.loop.fit import fit
     from tilegym_db.measurement.benchmark import bench, verify
     from tilegym_db.measurement.tune.tune import tune
-    from tilegym_db.models import patch, patched, patched_init
+    from tilegym_db.models.patch import patch, patched, patched_init
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.explain import explain
     from tilegym_db.resolver.resolve import resolve

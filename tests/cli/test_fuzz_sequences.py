@@ -5,11 +5,13 @@ The faults are a kill at any write, a full disk, a torn line of a journal, a los
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ with use_root(Path(root)):
     main()
 """
 KILLED = -9
+PUBLISH = ["publish", "--gpu", "h200"]
 
 
 class Sequences(RuleBasedStateMachine):
@@ -74,6 +77,8 @@ class Sequences(RuleBasedStateMachine):
         self.environment.setenv("TILEGYM_DB_HOME", str(self.home))
         self.solutions: dict[str, str] = {}
         self.traces: set[str] = set()
+        self.data_set, self.mates_home = self.home.parent / "shared", self.home.parent / "home of a mate"
+        self.shared: set[str] = set()
 
     def teardown(self) -> None:
         self.resources.close()
@@ -112,6 +117,21 @@ class Sequences(RuleBasedStateMachine):
         name, body = line[line.index("--name") + 1], Path(line[1]).read_text()
         return {**state, name: body} if name not in state or "--replace" in line else state
 
+    @property
+    def sharing(self) -> list[str]:
+        return [*PUBLISH, "--to", str(self.data_set)]
+
+    @property
+    def syncing(self) -> list[str]:
+        return ["data", "sync", str(self.data_set)]
+
+    @contextmanager
+    def of_the_mate(self) -> Iterator[None]:
+        """Give commands of the block the home of another installation, which only knows what is shared or published."""
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TILEGYM_DB_HOME", str(self.mates_home))
+            yield
+
     # -- commands -----------------------------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(NAMES), body=st.integers(0, 1), replaces=st.booleans())
@@ -141,6 +161,25 @@ class Sequences(RuleBasedStateMachine):
     def ingest(self, rebuilds: bool) -> None:
         assert self.did(["data", "ingest", *(["--rebuild"] if rebuilds else [])]) == 0
         self.every_trace_is_there()
+
+    @rule()
+    def publish(self) -> None:
+        assert self.did(PUBLISH) == (0 if self.traces else 2)
+        if self.traces:
+            self.published_is_whole()
+
+    @rule()
+    def share(self) -> None:
+        assert self.did(self.sharing) == 0
+        self.shared = set(self.traces)
+        self.shared_is_whole()
+
+    @rule()
+    def sync(self) -> None:
+        if self.data_set.exists():
+            with self.of_the_mate():
+                assert self.did(self.syncing) == 0
+            self.mate_has_what_was_shared()
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -197,6 +236,51 @@ class Sequences(RuleBasedStateMachine):
         self.read(line)
         assert self.ended(writer, ["data", "ingest", "--rebuild"]) == 0
 
+    @rule(at=st.integers(1, 24))
+    def publish_is_killed(self, at: int) -> None:
+        self.ended(self.process(PUBLISH, at), PUBLISH)
+        self.every_trace_is_there()  # readers take what is whole
+        self.publish()
+
+    @rule(size=st.sampled_from([0, 60, 500, 5000]))
+    def disk_is_full_for_publishing(self, size: int) -> None:
+        with full_disk(size):
+            self.did(PUBLISH)
+        self.every_trace_is_there()
+        self.publish()
+
+    @rule(at=st.integers(1, 24), syncs=st.booleans())
+    def exchange_is_killed(self, at: int, syncs: bool) -> None:
+        if syncs and not self.data_set.exists():
+            return
+        line = self.syncing if syncs else self.sharing
+        with self.of_the_mate() if syncs else nullcontext():
+            self.ended(self.process(line, at), line)
+        self.share()
+        self.sync()
+
+    @rule(others=st.sampled_from(["publish", "ingest", "rebuild", "share"]))
+    def publish_beside_another_writer(self, others: str) -> None:
+        line = {
+            "publish": PUBLISH, "ingest": ["data", "ingest"], "rebuild": ["data", "ingest", "--rebuild"], "share": self.sharing,
+        }[others]  # fmt: skip
+        both = [(self.process(one), one) for one in (PUBLISH, line)]
+        for process, one in both:
+            assert self.ended(process, one) in ((0,) if self.traces or one != PUBLISH else (2,)), one
+        self.every_trace_is_there()
+        self.publish()
+
+    @rule()
+    def sync_beside_share(self) -> None:
+        self.share()
+        if not self.traces:
+            return  # nothing is shared, so there is no data set
+        with self.of_the_mate():
+            syncing = self.process(self.syncing)
+        assert self.did(self.sharing) == 0
+        assert self.ended(syncing, self.syncing) == 0
+        self.mate_has_what_was_shared()
+
     def process(self, line: list[str], kill_at: int = 0) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-c", IN_A_PROCESS, str(self.root), str(kill_at), *line]
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -213,8 +297,38 @@ class Sequences(RuleBasedStateMachine):
     def solutions_are_those_that_were_acknowledged(self) -> None:
         assert self.found() == self.solutions
 
+    def published_is_whole(self) -> None:
+        """Check that the published folder is one of its lock, and holds traces that were measured."""
+        from tilegym_db.published.input_files import published_folders, read_traces, trace_files
+        from tilegym_db.published.snapshot import open_snapshot
+
+        (folder,) = published_folders(Catalog((self.root,), warns=False))
+        snapshot, files = open_snapshot(folder, self.home), trace_files(folder)
+        digests = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        assert digests.items() <= dict(snapshot.files).items()
+        found = {trace.trace_id for path in files for trace in read_traces(path.read_bytes(), path)}
+        assert found
+        assert found <= self.traces
+
+    def shared_is_whole(self) -> None:
+        from tilegym_db.store.sharing import SharedDataSet
+
+        data_set = SharedDataSet(str(self.data_set))
+        read = [data_set.rows(file) for file in data_set.files()] if self.data_set.exists() else []
+        assert not any(problem for _, problem in read)
+        assert {json.loads(row.record)["trace_id"] for rows, _ in read for row in rows} == self.shared
+
+    def mate_has_what_was_shared(self) -> None:
+        from tilegym_db.store.connection import open_store
+
+        with open_store(self.mates_home, read_only=True) as store:
+            rows = store.rows("SELECT trace_id, origin FROM traces WHERE definition = 'row_scale'")
+        assert self.shared <= {row["trace_id"] for row in rows} <= self.traces
+        assert len({row["trace_id"] for row in rows}) == len(rows)
+
     def every_trace_is_there(self) -> None:
-        from tilegym_db.store.connection import ingest, open_store
+        from tilegym_db.store.connection import open_store
+        from tilegym_db.store.filling import ingest
 
         with open_store() as store:
             ingest(store)

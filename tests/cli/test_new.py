@@ -61,6 +61,14 @@ def test_a_program_reads_what_was_written(cli, draft, tmp_path):
 FILES = ("definition.json", "reference.py", "independent.py", "planted_errors.json", "workloads.jsonl")
 
 
+def test_folder_of_a_draft_is_checked_by_its_bare_name(cli, draft):
+    (draft / "independent.py").unlink()
+    found = [cli("check", name) for name in ("my_scale", "my_scale/")]
+    assert [result.code for result in found] == [1, 1]
+    assert found[0].out == found[1].out
+    assert "independent.py" in found[0].out
+
+
 def test_every_fault_of_a_draft_is_in_one_list(cli, draft):
     record = json.loads((draft / "definition.json").read_text())
     record["cost"]["flops"] = "2 * Z"

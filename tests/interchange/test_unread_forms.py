@@ -19,6 +19,10 @@ FILES = {
         "from task import input_t\n\n\ndef custom_kernel(data):\n    return data\n",
         "a submission to GPU MODE",
     ),
+    "reference.py": (
+        "from task import input_t\n\n\ndef generate_input(size, seed): ...\n\n\ndef ref_kernel(data):\n    return data\n",
+        "a problem of GPU MODE",
+    ),
     "E=8,N=14336,device_name=NVIDIA_H200,dtype=fp8_w8a8.json": ('{"1": {"BLOCK_SIZE_M": 16}}', "vLLM's fused_moe"),
 }
 

@@ -24,7 +24,8 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.publish import publish

@@ -19,7 +19,7 @@ from tilegym_db.loop.tasks import create_task, find_task, prompt_of
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.runner import MAX_WAITING
 from tilegym_db.records.loop import Attempt, Task
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 
 HandIn = Callable[..., Path]
 Said = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,8 @@ from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award, Experiment
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.loop import award_rows, journaled, read_patterns
 from tilegym_db.store.patterns import pattern_findings

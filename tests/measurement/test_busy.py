@@ -13,7 +13,7 @@ from tilegym_db.measurement import runner, time_workload
 from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.runner import Waits, why_too_busy
 from tilegym_db.records import Trace
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 
 HONEST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
 QUIET, BUSY = Waits(1000.0, 100.0), Waits(1000.0, 101.0)

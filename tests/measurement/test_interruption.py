@@ -17,7 +17,8 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import journal_files, read_journal
 
 HANGS = """def run(x, weight, factor, out):

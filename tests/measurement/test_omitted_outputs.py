@@ -20,7 +20,8 @@ from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.publish import publish
 

@@ -18,9 +18,10 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import packed, trace_lines
-from tilegym_db.store import connection, database
-from tilegym_db.store.connection import ingest, open_store, rebuild
+from tilegym_db.store import database, filling
+from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import LOCK_TIMEOUT_S, ROW_GROUP_SIZE
+from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
@@ -38,7 +39,7 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def stores_are_made(make_store: Callable[[Path], database.Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files' stores begin as copies."""
-    monkeypatch.setattr(connection, "new_store", make_store)
+    monkeypatch.setattr(filling, "new_store", make_store)
 
 
 @pytest.fixture
@@ -438,7 +439,7 @@ def test_a_store_is_not_used_across_a_fork(opened):
 def test_importing_the_store_loads_no_engine_and_no_torch():
     code = (
         "import sys, tilegym_db.store; early = set(sys.modules)\n"
-        "import tilegym_db.store.connection, tilegym_db.store.connection, tilegym_db.store.publish, tilegym_db.store.connection\n"
+        "import tilegym_db.store.filling, tilegym_db.store.publish\n"
         "late = set(sys.modules)\n"
         "assert not early & {'duckdb', 'pydantic', 'torch'}, early\n"
         "assert not late & {'duckdb', 'torch', 'triton', 'pyarrow', 'numpy'}, late\n"
@@ -454,3 +455,18 @@ def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, 
     monkeypatch.setattr(database.os, "sysconf", machine.__getitem__)
     with opened() as store:
         assert store.rows("SELECT current_setting('memory_limit') AS found") == [{"found": limit}]
+
+
+@pytest.mark.parametrize("cause", ["Operation not supported", "No locks available"])
+@pytest.mark.parametrize("read_only", [True, False])
+def test_file_system_without_locks_is_named_at_once(cause, read_only, tmp_path, monkeypatch):
+    def connect(*_: object, **__: object) -> None:
+        raise duckdb.IOException(
+            f'IO Error: Could not set lock on file "x.duckdb": {cause}. See also the documentation'
+        )
+
+    monkeypatch.setattr(duckdb, "connect", connect)
+    began = time.monotonic()
+    with raises(StoreError, "locks_missing", "TILEGYM_DB_HOME", cause):
+        database.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=database.LOCK_TIMEOUT_S)
+    assert time.monotonic() - began < database.LOCK_TIMEOUT_S / 2

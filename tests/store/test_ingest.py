@@ -15,7 +15,7 @@ from raising import raises
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records.workload import axes_key
-from tilegym_db.store.connection import ingest, ingest_journals, rebuild
+from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.loading import joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.connection import ingest
+from tilegym_db.store.filling import ingest
 
 home, root, file = map(Path, sys.argv[1:])
 sys.stdin.readline()

@@ -15,7 +15,7 @@ from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.store.connection import ingest, rebuild
+from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.loading import IngestReport
 from tilegym_db.store.loop import append
 from tilegym_db.store.model_runs import read_model_run, save_model_run

@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import NotFoundError, UsageError
-from tilegym_db.store.connection import ingest, overrule, rebuild
+from tilegym_db.store.filling import ingest, overrule, rebuild
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, find_traces

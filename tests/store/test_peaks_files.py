@@ -10,7 +10,7 @@ import pytest
 from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.store.connection import ingest, rebuild
+from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.peaks_files import save_peaks
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import read_peaks

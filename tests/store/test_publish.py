@@ -10,7 +10,7 @@ from raising import raises
 from tilegym_db.errors import NotFoundError, StoreError
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.table import ResolverTable, load_table
-from tilegym_db.store.connection import ingest
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish, published_folder
 from tilegym_db.store.queries import publishable_rows

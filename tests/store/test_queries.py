@@ -6,8 +6,8 @@ import pytest
 
 from tilegym_db.published.table import revoked_passes
 from tilegym_db.records.solution import config_id
-from tilegym_db.records.trace import VERIFIED_TIERS
-from tilegym_db.store.connection import ingest
+from tilegym_db.records.verdicts import VERIFIED_TIERS
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries import (
     Promotable,
     best_rows,

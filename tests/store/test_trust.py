@@ -16,7 +16,8 @@ from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import ingest, open_store, rebuild
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal, read_journal
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, publishable_rows

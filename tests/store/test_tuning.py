@@ -12,7 +12,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.published.input_files import read_lines
-from tilegym_db.store.connection import ingest
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
 

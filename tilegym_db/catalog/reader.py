@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
@@ -32,8 +32,10 @@ from tilegym_db.catalog.record_files import (
 )
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes, write_atomically
-from tilegym_db.records import Definition, Workload
-from tilegym_db.records.workload import SafetensorsInput
+
+if TYPE_CHECKING:
+    from tilegym_db.records import Definition, Workload
+    from tilegym_db.records.workload import SafetensorsInput
 
 T = TypeVar("T")
 
@@ -52,6 +54,10 @@ class CatalogReader:
 
     required: frozenset[str] = field(default=frozenset(), kw_only=True)
     """What is required of the bits of kernels that serve (:data:`~tilegym_db.published.entries.REQUIREMENTS`)."""
+
+    def __repr__(self) -> str:
+        """Return the folders, in the order in which they are read."""
+        return f"<{type(self).__name__} {', '.join(map(str, self.roots))}>"
 
     def reread(self, root: Path) -> Self:
         """Return a new reader of the same roots and ``root``, as they are on disk now."""
@@ -221,7 +227,7 @@ class CatalogReader:
                     code="record_misplaced",
                 )
             self._cache[path] = self.with_forward(cached, path)
-        assert isinstance(cached, Definition)
+        assert not isinstance(cached, SolutionFiles)
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
@@ -319,6 +325,8 @@ class CatalogReader:
 @lru_cache(maxsize=1024)
 def _definition(content: bytes, path: Path) -> Definition:
     """Return the Definition of a text. Every reader of a process shares it, as checking a record takes milliseconds."""
+    from tilegym_db.records import Definition
+
     return Definition.from_json(content, path)
 
 

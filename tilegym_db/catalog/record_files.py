@@ -12,17 +12,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError, TilegymDBError
 from tilegym_db.files import decode, read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.python_source import headers_of_large_sources, parse_source, recall_headers
-from tilegym_db.records.solution import Family, FamilyMember
+
+if TYPE_CHECKING:
+    from tilegym_db.records import Definition, Solution, Workload
+    from tilegym_db.records.solution import Family
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class SolutionFiles:
     record: Solution
     path: Path
     sources: Mapping[str, bytes] = field(repr=False)
+
+    def __repr__(self) -> str:
+        """Return the names of the Solution and its Definition, and its language."""
+        return f"<Solution {self.name} of {self.record.definition}, {self.record.spec.language}>"
 
     @property
     def name(self) -> str:
@@ -338,6 +344,8 @@ def family_places(file: Path) -> list[Path]:
 
 def read_record(path: Path) -> Solution:
     """Return the validated record at a place; raise :class:`RecordError` if it is not valid."""
+    from tilegym_db.records import Solution
+
     if of_family_file(path):
         file = file_of(path)
         return solution_of_family(read_bytes(file, "family"), file, "" if path == file else name_at(path))
@@ -377,6 +385,8 @@ def solution_of_family(content: bytes, file: Path | str, name: str) -> Solution:
     Raises:
         RecordError: the family or its Solution is not valid, or the family does not list the Solution once.
     """
+    from tilegym_db.records.solution import Family, FamilyMember
+
     place = f"{file}#{name}"
     family = _valid_family(content, file)
     if family is None and name and all(map(_stated_name, _entries(parse_object(content, "family", file)))):
@@ -409,6 +419,8 @@ def _narrowed(content: bytes, file: Path | str, name: str) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _valid_family(content: bytes, file: Path | str) -> Family | None:
     """Return the whole family, or None if a part of it is not valid."""
+    from tilegym_db.records.solution import Family
+
     try:
         return Family.from_json(content, file)
     except RecordError:
@@ -487,6 +499,8 @@ def _workloads(content: bytes, path: Path, judge: _Judge) -> tuple[Workload | Br
 
 
 def _workload(line: bytes, where: str, path: Path, definition: Definition) -> Workload | Broken:
+    from tilegym_db.records import Workload
+
     try:
         workload = Workload.from_json(line, where)
         try:

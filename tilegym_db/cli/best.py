@@ -58,12 +58,11 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
-    sizes, spoken = parse_axes(axes), None if language is None else normalise_language(language)
-    if name is not None:
-        Catalog.default().definition(name)
+    sizes, spoken, catalog = parse_axes(axes), _spoken(language), Catalog.default()
+    if name is not None and name not in catalog.definition_paths:
+        catalog.definition(name)
     check_op_type(op_type, name)
     chosen = chosen_gpu(gpu)
     if rank:
@@ -82,6 +81,8 @@ def best_command(
         sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
+        if name is not None:
+            catalog.definition(name)  # a broken record is the reason that matters
         raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified, chosen)
     if not form.is_table:
         write_records(form, rows, schema=schema)
@@ -98,13 +99,21 @@ def best_command(
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
-    from tilegym_db.records.call import explain_command
+    from tilegym_db.records.base import explain_command
 
     first = shown[0]
     why = explain_command(first["definition"], first["axes_key"], first["dtypes_key"], first["gpu"])
     note(f"speedup: against the model's own code. Why the first: {why}")
     if unverified:
         note(unverified)
+
+
+def _spoken(language: str | None) -> str | None:
+    if language is None:
+        return None
+    from tilegym_db.records.solution import normalise_language
+
+    return normalise_language(language)
 
 
 def none_verified(

@@ -514,7 +514,7 @@ def ingest_command(
     Exit status 1 if a line is not a valid trace; the others are still ingested. A line that a killed writer left unfinished in
     a journal of the store is only named: its trace was never acknowledged.
     """
-    from tilegym_db.store import connection
+    from tilegym_db.store import filling
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.journal import CUT_OFF
 
@@ -525,10 +525,10 @@ def ingest_command(
             "--rebuild keeps what was trusted before; run: tilegym-db data ingest --trust [FILES]", code="options_clash"
         )
     if rebuild:
-        report = connection.rebuild()
+        report = filling.rebuild()
     else:
         with open_store() as store:
-            report = connection.ingest(store, files, trust=trust)
+            report = filling.ingest(store, files, trust=trust)
     # A cut-off line in a file that was given means that the file is incomplete.
     torn = [] if files else [line for line in report.rejected if line.reason.startswith(CUT_OFF)]
     rejected = [str(line) for line in report.rejected if line not in torn]
@@ -559,7 +559,8 @@ def overrule_command(
     A wrong number outweighs every pass of that source and config on that GPU, before and after it. Overrule it only if you know
     that the machine was at fault. Your name, the time and the reason are journaled and published. Nothing is removed.
     """
-    from tilegym_db.store.connection import open_store, overrule
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.filling import overrule
 
     with open_store() as store:
         overruling = overrule(store, trace_id, because)

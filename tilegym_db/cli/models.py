@@ -247,7 +247,8 @@ def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None
 
 
 def _store(run: ModelRun) -> Path:
-    from tilegym_db.store.connection import ingest, open_store
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.filling import ingest
     from tilegym_db.store.model_runs import save_model_run
 
     path = save_model_run(run)

@@ -98,8 +98,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.best import print_leaderboard
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
-    from tilegym_db.records.base import binding_key
-    from tilegym_db.records.call import explain_command
+    from tilegym_db.records.base import binding_key, explain_command
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
@@ -391,7 +390,7 @@ def describe(row: dict[str, Any]) -> list[str]:
 
 
 def _measurement(row: dict[str, Any]) -> dict[str, str]:
-    from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+    from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 
     weak = row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL and row["tier"] == "promotion"
     level = f"sandbox level {row['sandbox_level']}{UNCONFINED if weak else ''}"
@@ -411,7 +410,7 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
 
 def _standing(row: dict[str, Any]) -> str:
     """Return ``yes`` if a pass is verified, else the reason it is not; for an overruled failure, the person and the reason."""
-    from tilegym_db.records.trace import VERIFIED_TIERS
+    from tilegym_db.records.verdicts import VERIFIED_TIERS
 
     if row["overruled"]:
         return "overruled by {by} on {timestamp:%Y-%m-%d}: {reason}".format(**row["overruled"])

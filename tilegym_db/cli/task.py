@@ -28,7 +28,7 @@ from tilegym_db.cli.kit.options import (
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, is_disabled
-from tilegym_db.records.loop import MIN_SPEEDUP
+from tilegym_db.records.verdicts import MIN_SPEEDUP
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.machine import Machine

@@ -264,6 +264,10 @@ SUBMISSION = (
     "a submission to GPU MODE: custom_kernel(data) takes one tuple. To bring the kernel in: "
     "tilegym-db new solution DEFINITION -l triton, and call custom_kernel((x, ...)) from run()"
 )
+COMPETITION = (
+    "a problem of GPU MODE: ref_kernel(data) takes one tuple of one size, without axes or bounds. To make it an operator: "
+    "tilegym-db new definition NAME, with the tuple's tensors as inputs of run() in reference.py"
+)
 TILE_SIZES = (
     "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To find those of the "
     "kernels here: tilegym-db tune moe_experts"
@@ -295,4 +299,6 @@ def _form_of(file: Path) -> str | None:
         return ANSWER
     if {"Model", "get_inputs"} <= named:
         return PROBLEM
-    return SUBMISSION if "custom_kernel" in named else None
+    if "custom_kernel" in named:
+        return SUBMISSION
+    return COMPETITION if {"ref_kernel", "generate_input"} <= named else None

@@ -41,7 +41,8 @@ from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines,
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.publish import publish, published_folder

@@ -31,7 +31,7 @@ from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.call import Call, Request
 from tilegym_db.records.hardware import memory_bytes
 from tilegym_db.records.roofline import speed_of_light
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 from tilegym_db.resolver.decide import RULE, Decision, Rule, comparable_entries, decide
 from tilegym_db.resolver.resolve import make_request
 from tilegym_db.scaffold.model_calls import (
@@ -46,7 +46,8 @@ from tilegym_db.scaffold.model_calls import (
     questions,
     same_widths,
 )
-from tilegym_db.store.connection import ingest, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries import done_keys
 
 if TYPE_CHECKING:

@@ -38,9 +38,10 @@ from tilegym_db.records.base import binding_key, length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.records.solution import signature_problem, why_not_timed
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.loop import append, loop_lock, traces_of_source
 from tilegym_db.store.queries import read_traces
 

@@ -22,17 +22,9 @@ from tilegym_db.measurement.plan import fits_a_cpu
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Definition, Workload, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, gpu_slug, one_gpu_meant, parse_gpu
-from tilegym_db.records.loop import (
-    MIN_SPEEDUP,
-    Attempt,
-    Experiment,
-    MeasuredBy,
-    Pattern,
-    PatternReference,
-    Task,
-    TaskWorkload,
-)
+from tilegym_db.records.loop import Attempt, Experiment, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
 from tilegym_db.records.solution import called_with
+from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.sandbox.scan.tables import RULES
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 from tilegym_db.store.connection import open_store

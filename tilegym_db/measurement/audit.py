@@ -27,7 +27,8 @@ from tilegym_db.measurement.runner import (
 from tilegym_db.records import Solution
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
-from tilegym_db.records.trace import MACHINE_SLOW, Performance
+from tilegym_db.records.trace import Performance
+from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.worker import WorkerProcess, processors
 from tilegym_db.verification.contents import WorkloadContents

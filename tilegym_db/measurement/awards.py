@@ -15,9 +15,10 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.entries import why_unconfined
 from tilegym_db.records import Trace
-from tilegym_db.records.loop import MIN_SPEEDUP, Award
+from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Comparison
+from tilegym_db.records.trace import Comparison
+from tilegym_db.records.verdicts import MIN_SPEEDUP, PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.sandbox.confine import Sandbox
 from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
 from tilegym_db.sandbox.worker import best_level

@@ -32,6 +32,7 @@ from tilegym_db.sandbox.limits import available_memory, available_processors, ho
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.case_queue import Processors
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
+from tilegym_db.verification.expected import give_back_memory
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
 from tilegym_db.verification.session import (
     BaselineCheck,
@@ -295,8 +296,12 @@ class FreshAhead:
         self._drawn_bytes += count * (plan.size + oracle)
         if self._drawn_bytes > self.machine.memory_bytes // AHEAD_SHARE:
             return
+        drawn = False
         with contextlib.suppress(*CANNOT_VERIFY):  # the audit draws them again, and reports it
             contents.draw_ahead(count, self.stop.is_set)
+            drawn = True
+        if not drawn:
+            give_back_memory(self.machine.device)
 
 
 _Tasks = dict[int, tuple[Runner, list[WorkloadRun]]]
@@ -448,9 +453,14 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
         with context.phases(DRAW), context.phases(DRAW, definition.name):
-            contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
+            contents: WorkloadContents | Failure = WorkloadContents.draw(
+                definition, workload_run.workload, context.seed, own, in_turn=in_turn
+            )
     except CANNOT_VERIFY as error:
-        return cannot_verify(error)
+        contents = cannot_verify(error)
+    if isinstance(contents, Failure):
+        give_back_memory(context.machine.device)
+        return contents
     if not contents.sets:
         reason = "the reference itself passes no content set at this shape, so nothing can be proved"
         return Failure("UNSUPPORTED", reason)

@@ -21,7 +21,7 @@ from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, a
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id, name_with_config, why_not_timed
-from tilegym_db.records.trace import UNTIMED_TIERS
+from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.store.answer import html_table
 from tilegym_db.verification.phases import Spent, added, merged

@@ -32,13 +32,14 @@ from tilegym_db.records.trace import (
     FailurePoint,
     FuzzCases,
     Performance,
-    Tier,
     clip_log,
     new_run_id,
     new_trace_id,
 )
-from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.records.verdicts import Tier
+from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
+from tilegym_db.store.filling import ingest_journals
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases
 from tilegym_db.verification.verifier import Failure

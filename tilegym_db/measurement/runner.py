@@ -17,7 +17,7 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.shared_buffers import (
@@ -275,7 +275,11 @@ class BufferPool:
         plan = plan_slot(definition, contents[0].case)
         self.buffers = SharedBuffers(plan, slots_of(plan, len(contents), device, buffer_bytes), device)
         self._rotation = 0
-        self.fill()
+        try:
+            self.fill()
+        except BaseException:
+            self.close()  # the caller gets no pool to close
+            raise
 
     @property
     def slots(self) -> int:

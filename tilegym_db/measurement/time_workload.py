@@ -20,10 +20,11 @@ from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
-from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
+from tilegym_db.records.trace import Audit, Performance
+from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
-from tilegym_db.verification.expected import raising_out_of_memory
+from tilegym_db.verification.expected import give_back_memory, raising_out_of_memory
 from tilegym_db.verification.large import extent_of
 from tilegym_db.verification.phases import CLOCK, LONG_RUN, OWNERSHIP, ROUNDS, TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
@@ -91,10 +92,15 @@ class WorkloadTiming:
         try:
             buffer_bytes = candidates[0].runner.handle.limits.buffer_bytes
             with raising_out_of_memory():
-                pool = BufferPool(workload_run.plan.definition, contents.sets, device, buffer_bytes)
+                pool: BufferPool | Failure = BufferPool(
+                    workload_run.plan.definition, contents.sets, device, buffer_bytes
+                )
         except CANNOT_VERIFY as error:
+            pool = Failure("UNSUPPORTED", f"cannot be timed here: {error}")
+        if isinstance(pool, Failure):
+            give_back_memory(device)
             for candidate in candidates:
-                self._fail(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
+                self._fail(workload_run, candidate.runner, pool)
             return
         try:
             for candidate in candidates:
@@ -190,7 +196,12 @@ class WorkloadTiming:
                 with phases(CLOCK, name):
                     wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
-            return Failure("UNSUPPORTED", f"its time cannot be checked on this machine: {error}")
+            unchecked = f"its time cannot be checked on this machine: {error}"
+        else:
+            unchecked = ""
+        if unchecked:
+            give_back_memory(self.context.machine.device)
+            return Failure("UNSUPPORTED", unchecked)
         if isinstance(wall_us, Failure):
             return wall_us
         changed = runner.handle.check_state()

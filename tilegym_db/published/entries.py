@@ -16,7 +16,7 @@ from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config, why_not_timed
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from tilegym_db.catalog.record_files import library_files, solution_folders
 from tilegym_db.errors import RecordError
 from tilegym_db.files import MiB, regular_files
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.trace import Trace
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Trace
 
 
 SUFFIX = ".jsonl.gz"
@@ -159,6 +159,8 @@ def read_traces(content: bytes, source: str | Path) -> list[Trace]:
     Raises:
         RecordError: as :func:`read_lines`, or a line is not a valid trace.
     """
+    from tilegym_db.records import Trace
+
     return [
         Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
         for line in read_lines(content, source)

@@ -51,7 +51,7 @@ from tilegym_db.records.base import parse_object
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Config, config_id, name_with_config
-from tilegym_db.records.trace import is_wrong
+from tilegym_db.records.verdicts import is_wrong
 
 if TYPE_CHECKING:
     from tilegym_db.catalog.reader import CatalogReader

@@ -111,12 +111,14 @@ class Record(RecordPart):
             return cls.model_validate(value)
         except ValidationError as error:
             problems, more = _problems(error, cls)
-            texts, codes = zip(*problems, strict=True)
-            refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
-            refusal.problems, refusal.codes = texts, codes
-            raise refusal from None
         except UnicodeEncodeError as error:  # half of a surrogate pair, which pydantic would quote in its message
             raise RecordError(f"{source}: not a valid {cls.kind}: {error}.", code="text_surrogate") from None
+        # Not in the block above: the garbage collector does not see into pydantic's error. As the context of this one it would
+        # keep every frame alive for good, with what the callers hold, such as an open database.
+        texts, codes = zip(*problems, strict=True)
+        refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
+        refusal.problems, refusal.codes = texts, codes
+        raise refusal
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content without the keys that have their default value."""
@@ -177,6 +179,12 @@ def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 def binding_key(values: Mapping[str, object]) -> str:
     """Return a binding of names as canonical text, ``M=4096,N=4096``, for grouping, joining and command lines."""
     return ",".join(f"{name}={values[name]}" for name in sorted(values))
+
+
+def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
+    """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
+    options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
+    return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])
 
 
 def canonical_json(value: Any) -> str:

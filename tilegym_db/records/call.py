@@ -371,9 +371,3 @@ def scalars_with_axes(
     """Return the scalars of a call; each scalar that is a size gets the size of its axis."""
     sizes = {scalar: axes[axis] for scalar, axis in definition.size_scalars.items() if axis in axes}
     return {**scalars, **sizes}
-
-
-def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
-    """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
-    options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
-    return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])

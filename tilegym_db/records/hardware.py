@@ -231,6 +231,11 @@ def parse_gpu(text: str, known: Iterable[str] = ()) -> str:
     if gpu_base(slug) or slug in here or re.match(_VENDORS, name):
         return slug
     listed = sorted(names)
+    if re.match(_OF_AMD, name):
+        raise HardwareError(
+            f"unknown GPU {text!r}: GPUs are recognised by NVIDIA's driver, and AMD's are not. Use --gpu cpu on their hosts.",
+            code="gpu_unknown",
+        )
     raise HardwareError(
         f"unknown GPU {text!r}.{did_you_mean(name, listed)} Known: {', '.join(listed)}, auto. A GPU that has traces here, or "
         "a name as the driver states it, is known too.",
@@ -238,6 +243,8 @@ def parse_gpu(text: str, known: Iterable[str] = ()) -> str:
     )
 
 
+_OF_AMD = r"gfx\d|mi\d{2,3}|radeon|instinct"
+"""Begins of names of AMD's GPUs and targets."""
 _VENDORS = r"(nvidia|tesla|quadro|geforce|grid|amd|intel)\b"
 """Words that a device name begins with, as the driver states it."""
 

@@ -15,13 +15,8 @@ from pydantic import AfterValidator, Field, model_validator
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Prose, Real, Record, RecordPart, canonical_json, in_utc
 from tilegym_db.records.solution import Config
+from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.records.workload import NAMESPACE
-
-# ---- thresholds -----------------------------------------------------------------------------------
-
-MIN_SPEEDUP = 1.10
-"""Minimum speedup for an award: lower end of the interval over the best baseline of the same rounds."""
-
 
 # Attempts and awards are journaled under the words that they had first: "promoted", "promotions" and the kind "promotion".
 Step = Literal["received", "scanned", "compiled", "screened", "promoted"]

@@ -14,40 +14,12 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json, in_utc
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
+from tilegym_db.records.verdicts import (
+    UNTIMED_TIERS,
+    Status,
+    Tier,
+)
 from tilegym_db.records.workload import NAMESPACE
-
-Status = Literal[
-    "PASSED",
-    "INCORRECT_SHAPE",
-    "INCORRECT_DTYPE",
-    "INCORRECT_NUMERICAL",
-    "RUNTIME_ERROR",
-    "COMPILE_ERROR",
-    "TIMEOUT",
-    "UNSUPPORTED",
-    "REJECTED",
-    "OVERRULED",
-]
-STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
-Tier = Literal["interpreter", "untimed", "screen", "promotion"]
-UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
-"""Tiers without a time: the interpreter, Solutions that omit an output, and what a person overruled."""
-
-VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
-"""Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
-
-MACHINE_SLOW = "the machine became slower while this was measured"
-"""Begin of the reason of an UNSUPPORTED trace that says nothing about its source: the same command may measure it later."""
-
-REPEATABLE_GATES = ("wall clock", "physics floor", "scan")
-"""Gates of REJECTED traces that do not say that a number was wrong. A busy machine, false peaks or a rule of the scan may be
-the cause, so a later pass counts again."""
-
-
-def is_wrong(status: str, gate: str | None) -> bool:
-    """Return True if a verdict says that a number was wrong, or that the source cheated: no pass outweighs it."""
-    return status.startswith("INCORRECT_") or (status == "REJECTED" and gate not in REPEATABLE_GATES)
-
 
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
@@ -304,7 +276,3 @@ def _lines_naming_an_error(text: str, allowance: int) -> str:
                 break
             found.append(line)
     return "\n".join(found)
-
-
-PUBLISHED_SANDBOX_LEVEL = 2
-"""Minimum sandbox level of a pass that may leave its machine: a less confined worker could have changed its verifier."""

@@ -337,7 +337,10 @@ class Worker:
         except Exception as error:  # the boundary to untrusted code: the answer records it and the harness decides
             kind = "compile" if is_compile_error(error) else "memory" if is_memory_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
-            return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
+        if kind == "memory":  # not before the exception is gone, whose frames hold the tensors of the call
+            gc.collect()
+            self._give_back_memory()
+        return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
 
 
 def _end_with(harness: int) -> None:

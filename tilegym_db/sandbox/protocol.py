@@ -17,7 +17,7 @@ from typing import Any
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition
-from tilegym_db.records.trace import Status
+from tilegym_db.records.verdicts import Status
 from tilegym_db.sandbox.scan.tables import reviewed_libraries
 
 MAX_LINE = 1 << 23

@@ -81,6 +81,12 @@ class _Trouble:
 
 _TROUBLES = (  # the first that matches counts
     _Trouble(
+        "{path} cannot be locked, because its file system has no locks for files: {cause}. Some network file systems have none. "
+        "Set TILEGYM_DB_HOME to a folder on a local disk.",
+        ("Operation not supported", "No locks available", "Function not implemented"),
+        code="locks_missing",
+    ),
+    _Trouble(
         "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again. A notebook "
         "frees the store with store.close(), or shares it if it opens it with open_store(read_only=True).",
         ("Could not set lock",),
@@ -136,6 +142,10 @@ class Store:
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
     """Resources held while the store is open: a writer's lock."""
     _pid: int = field(default_factory=os.getpid, repr=False)
+
+    def __repr__(self) -> str:
+        """Return the file, and whether it is open for reading only."""
+        return f"<Store {self.path}{', read-only' if self.read_only else ''}>"
 
     @property
     def home(self) -> Path:
@@ -235,15 +245,16 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
             break
         except duckdb.IOException as error:
             waited_s = time.monotonic() - started
-            if "Could not set lock" not in str(error):
-                raise explained(error, path, "open") from error
+            reason = explained(error, path, "open")
+            if reason.code != "store_locked":
+                raise reason from error
             writer = lock_holder(_lock_file(path)) if read_only and timeout_s >= LOCK_TIMEOUT_S else None
             seen_s = waited_s if writer is not None else seen_s
             # A writer that has ended since this attempt gives the file back in a moment.
             if waited_s >= (max(timeout_s, seen_s + SILENT_S) if writer is None else READER_TIMEOUT_S):
-                raise explained(error, path, "open") from error
+                raise reason from error
             if writer is not None and activity.has_ended(writer):
-                raise explained(error, path, "open") from error
+                raise reason from error
             if writer is not None and waited_s >= SILENT_S and not said:
                 _log.warning("waiting: another tilegym-db (PID %d) writes %s.", writer, path)
                 said = True

@@ -68,7 +68,7 @@ from tilegym_db.published.snapshot import (
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
 from tilegym_db.store.model_runs import model_texts

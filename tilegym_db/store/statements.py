@@ -10,8 +10,8 @@ from string import Template
 
 from tilegym_db.records.base import FIRST_YEAR, LAST_YEAR, NAME_PATTERN
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
-from tilegym_db.records.loop import MIN_SPEEDUP
-from tilegym_db.records.trace import (
+from tilegym_db.records.verdicts import (
+    MIN_SPEEDUP,
     PUBLISHED_SANDBOX_LEVEL,
     REPEATABLE_GATES,
     STATUSES,

@@ -22,7 +22,7 @@ from tilegym_db.published.input_files import own_tuning_files, published_tuning_
 from tilegym_db.published.snapshot import read_published
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
-from tilegym_db.records.trace import Status
+from tilegym_db.records.verdicts import Status
 from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines
 from tilegym_db.store.loading import grown_files, remember_files

@@ -17,7 +17,7 @@ from tilegym_db.records.backward import backward_problem
 from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 from tilegym_db.scaffold import read_definition_file
-from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
+from tilegym_db.scaffold.definition_draft import RECORD_FILE, WORKLOADS_FILE, open_places
 from tilegym_db.scaffold.solution_draft import unfinished
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.patterns import pattern_findings
@@ -58,7 +58,9 @@ def divided(names: Sequence[str | Path]) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _is_path(name: str | Path) -> bool:
-    return isinstance(name, Path) or "/" in name or name.endswith(".json")
+    if isinstance(name, Path) or "/" in name or name.endswith(".json"):
+        return True
+    return (Path(name) / RECORD_FILE).is_file()  # the folder of a draft, as `new definition` makes it
 
 
 # ---- Records of the catalog -----------------------------------------------------------------------------

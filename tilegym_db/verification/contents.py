@@ -90,7 +90,10 @@ class ExpectedCache:
                     with self._lock:
                         self._known.pop(key, None)
                     mine.set_exception(error)
-            return found.result()
+            try:
+                return found.result()
+            finally:
+                del found, mine  # the frames of an error hold the tensors of the case, and would hold the error here
 
     def several(self, cases: Sequence[Case]) -> list[OracleCase | None]:
         """Return cases of one shape with their oracles without caching them; together if one of them takes long."""

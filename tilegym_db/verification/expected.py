@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,18 @@ def raising_out_of_memory() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(str(error).partition("\n")[0]) from None
+
+
+def give_back_memory(device: str) -> None:
+    """Free what a failed allocation has left behind in this process, so that workers and the next workload have room.
+
+    Call it after the ``except`` block: until then the frames of the exception hold its tensors. Futures that raised refer to
+    themselves by such a frame, so only the garbage collector frees them. PyTorch keeps what is freed, and other processes
+    cannot use it.
+    """
+    gc.collect()
+    if device != CPU:
+        torch.cuda.empty_cache()
 
 
 @raising_out_of_memory()
@@ -111,6 +124,7 @@ def make_oracle_cases(
                 return _make_stacked(definition, cases, device, blobs, axis)
         except torch.OutOfMemoryError:
             pass  # one case at a time may fit
+        give_back_memory(device)
     return [make_oracle_case(definition, case, device, blobs) for case in cases]
 
 

@@ -25,7 +25,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.limits import available_processors
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot
+from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.case_queue import CaseQueue, Pair, Processors
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
@@ -33,6 +33,7 @@ from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import (
     LargeOracleCase,
     OracleCase,
+    give_back_memory,
     make_large_case,
     make_oracle_case,
     raising_out_of_memory,
@@ -80,10 +81,7 @@ def check_own_shape(
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
     case = contents.sets[0].case
-    with (
-        handle.phases(OWN_SHAPE, handle.solution.name),
-        SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers,
-    ):
+    with handle.phases(OWN_SHAPE, handle.solution.name), handle.memory_for(case) as buffers:
         failure = handle.attach(buffers, case)
         for number, expected in enumerate(contents.verified):
             if failure is not None:
@@ -98,7 +96,6 @@ def check_own_shape(
         other = in_turn_with or contents.other
         if failure is None and other is not None:
             failure = handle.call_in_turn(buffers, contents.sets[0], other, outputs[0])
-        handle.detach()
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
     if failure is None:
@@ -139,6 +136,8 @@ class ShapesAhead:
             outcome = check_own_shape(handle, contents)
         except CANNOT_VERIFY as error:
             outcome = cannot_verify(error)
+        if isinstance(outcome, Failure) and outcome.status == "UNSUPPORTED":
+            give_back_memory(handle.device)
         if isinstance(outcome, ShapeResult) or outcome.status == "TIMEOUT":
             self._found[contents.workload.uuid] = handle.worker, outcome
         if isinstance(outcome, ShapeResult):
@@ -313,11 +312,8 @@ class Verification:
         failure = self.handle.load()
         if failure is not None:
             return failure
-        with SharedBuffers(plan_slot(self.handle.definition, expected.case), 1, self.handle.device) as buffers:
-            try:
-                return self.handle.attach(buffers, expected.case) or self.handle.one_call(buffers, expected)
-            finally:
-                self.handle.detach()
+        with self.handle.memory_for(expected.case) as buffers:
+            return self.handle.attach(buffers, expected.case) or self.handle.one_call(buffers, expected)
 
     def own_shape(self, contents: WorkloadContents) -> VerifiedWorkload | Failure:
         """Check every content set at the workload's own shape without fuzz cases: enough to time it, not to trust it."""
@@ -328,7 +324,9 @@ class Verification:
             with raising_out_of_memory():
                 return self._check_shape(contents, FuzzOutcome())
         except CANNOT_VERIFY as error:
-            return cannot_verify(error)
+            failure = cannot_verify(error)
+        give_back_memory(self.handle.device)
+        return failure
 
     def abort(self) -> None:
         """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
@@ -365,7 +363,9 @@ class Verification:
                 drawn = contents.contents.result() if isinstance(contents, Drawing) else contents
                 return drawn if isinstance(drawn, Failure) else self._check_shape(drawn, fuzz)
         except CANNOT_VERIFY as error:
-            return cannot_verify(error)
+            failure = cannot_verify(error)
+        give_back_memory(self.handle.device)
+        return failure
 
     # -- fuzz cases ---------------------------------------------------------------------------------------------------
 
@@ -676,13 +676,12 @@ def _check_case(
 ) -> WorstErrors | Failure:
     """Check one case by every gate; with ``other``, call that too, then the first case again, and then ``nearly``."""
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
-    with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
+    with handle.memory_for(expected.case) as buffers:
         outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
         if other is not None and not isinstance(outcome, Failure):
             outcome = handle.call_in_turn(buffers, expected, other, outcome[1]) or outcome
             if nearly is not None and not isinstance(outcome, Failure):
                 outcome = handle.call_nearly(buffers, nearly) or outcome
-        handle.detach()
     if isinstance(outcome, Failure):
         return outcome
     same = handle.check_slices(expected, outcome[1])
@@ -735,8 +734,11 @@ def _check_large_cases(
             with room, raising_out_of_memory(), handle.phases(LARGE, handle.solution.name):
                 large = make_large_case(definition, case, handle.device)
                 outcome = _check_large_case(handle, large) if large is not None else None
+            lacked_memory = False
         except (StoreError, torch.OutOfMemoryError):
-            large = outcome = None
+            large, outcome, lacked_memory = None, None, True
+        if lacked_memory:
+            give_back_memory(handle.device)
         # An exception at such a size is loud, and a model runs stock code then. A wrong number or a lost process is not.
         raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
         if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
@@ -769,11 +771,10 @@ def _room_for(plan: SlotPlan, device: str) -> Iterator[None]:
 
 def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> int | Failure:
     """Call once at a large size; return the number of rows that were called alone, too, or the failure."""
-    with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
+    with handle.memory_for(large.given.case) as buffers:
         found = handle.attach(buffers, large.given.case) or handle.one_call(buffers, large.given, POISON_NAN)
         if not isinstance(found, Failure):
             found = judge_large(handle.definition, handle.solution.record, large, found) or found
-        handle.detach()
     return found if isinstance(found, Failure) else handle.check_slices(large.given, found, single=True)
 
 
@@ -838,7 +839,9 @@ class BaselineCheck:
             try:
                 found = stock.outputs_of(expected)
             except torch.OutOfMemoryError:
-                return None
+                found = None
+            if found is None:
+                give_back_memory(stock.handle.device)
             return None if isinstance(found, Failure) else found
 
     def _run(self, expected: OracleCase) -> bool:

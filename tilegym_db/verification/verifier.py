@@ -18,7 +18,8 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
-from tilegym_db.records.trace import Correctness, Status
+from tilegym_db.records.trace import Correctness
+from tilegym_db.records.verdicts import Status
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import (
     SharedBuffers,

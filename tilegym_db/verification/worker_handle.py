@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.solution import narrowed
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, Tier
 from tilegym_db.sandbox.interpreters import INTERPRETERS
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, same_bytes
@@ -297,6 +298,21 @@ class WorkerHandle:
             scalars=[dict(case.call.scalars) for case in cases],
         )
 
+    @contextmanager
+    def memory_for(self, case: Case) -> Iterator[SharedBuffers]:
+        """Allocate the memory of one call, and free it after the block. The block attaches it; the worker detaches afterwards.
+
+        An error in the block, such as a comparison without memory, must not leave the memory mapped in the worker: that would
+        keep it for as long as the worker lives.
+        """
+        with SharedBuffers(plan_slot(self.definition, case), 1, self.device) as buffers:
+            try:
+                yield buffers
+            except Exception:
+                self.detach()
+                raise
+            self.detach()
+
     def detach(self) -> None:
         """Unmap the memory of :meth:`attach`, if the worker is alive."""
         if self.worker is not None and self.worker.alive:
@@ -405,9 +421,8 @@ class WorkerHandle:
             part = self._slice(expected, axis, start, length)
             if part is None:
                 continue
-            with SharedBuffers(plan_slot(self.definition, part.case), 1, self.device) as buffers:
+            with self.memory_for(part.case) as buffers:
                 found = self.attach(buffers, part.case) or self.one_call(buffers, part)
-                self.detach()
             if isinstance(found, Failure):
                 return found
             rows = torch.arange(start, start + length, device=self.device)

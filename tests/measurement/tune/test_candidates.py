@@ -10,7 +10,7 @@ import pytest
 from tilegym_db.measurement.tune.search import Neighbour, candidate_order, history_of, is_faulty, nearest_winners
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.solution import config_id
-from tilegym_db.records.trace import STATUSES
+from tilegym_db.records.verdicts import STATUSES
 from tilegym_db.store.tuning import TuningStep
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -30,7 +30,8 @@ from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Trace, Workload
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
-from tilegym_db.records.trace import UNTIMED_TIERS, new_trace_id
+from tilegym_db.records.trace import new_trace_id
+from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 

@@ -32,7 +32,7 @@ from tilegym_db.measurement.timing import (
 )
 from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id, spell_config
-from tilegym_db.records.trace import Status
+from tilegym_db.records.verdicts import Status
 from tilegym_db.store.tuning import Outcome, TuningStep
 from tilegym_db.verification.contents import WorkloadContents
 from tilegym_db.verification.session import VerifiedWorkload

@@ -7,14 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tilegym_db.records import Config, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
-from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.records.solution import config_id
-from tilegym_db.records.trace import MACHINE_SLOW
+from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.store.database import parsed
 
 if TYPE_CHECKING:
+    from tilegym_db.records import Config, Trace
+    from tilegym_db.records.roofline import GpuPeaks
     from tilegym_db.store.database import Store
 
 LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
@@ -131,6 +130,8 @@ def _pair(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _config_id(row: dict[str, Any]) -> str:
+    from tilegym_db.records.solution import config_id
+
     return config_id(json.loads(row["config"]))
 
 
@@ -161,6 +162,8 @@ def read_peaks(
     peaks.
     """
     rows = store.rows(PEAKS, {"gpu": gpu, "gpu_name": gpu_name, "driver": driver, "own": own})
+    from tilegym_db.records.roofline import GpuPeaks
+
     return GpuPeaks.from_json(rows[0]["record"], f"{store.path}: peaks of {gpu}") if rows else None
 
 
@@ -257,6 +260,8 @@ def read_traces(store: Store, trace_ids: Iterable[str]) -> dict[str, Trace]:
 
 
 def _trace_of(row: dict[str, Any], where: str) -> Trace:
+    from tilegym_db.records import Trace
+
     content = _without_nulls({key: value for key, value in row.items() if key not in _KEYS})
     content["config"], content["scalars"] = json.loads(row["config"]), json.loads(row["scalars"])
     content["timestamp"] = row["timestamp"].replace(tzinfo=UTC)

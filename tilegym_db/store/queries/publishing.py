@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.published.checked import source_key
 from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
 from tilegym_db.store.tuning import TuningStep
 
