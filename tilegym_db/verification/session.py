@@ -41,6 +41,7 @@ from tilegym_db.verification.expected import (
 from tilegym_db.verification.inputs import nearly_same
 from tilegym_db.verification.large import large_cases
 from tilegym_db.verification.phases import FUZZ, LARGE, OWN_SHAPE, SEQUENCES
+from tilegym_db.verification.residues import check_residues
 from tilegym_db.verification.sequences import check_sequences
 from tilegym_db.verification.verifier import (
     CANNOT_VERIFY,
@@ -709,7 +710,8 @@ def _check_sequences(
     """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
     with handle.phases(SEQUENCES, handle.solution.name):
         judged = check_sequences(handle, cases, seed, cache)
-    return judged if isinstance(judged, Failure) else FuzzOutcome(judged)
+        more = judged if isinstance(judged, Failure) else check_residues(handle, cases, seed, cache)
+    return more if isinstance(more, Failure) else FuzzOutcome([*judged, *more])
 
 
 def _check_large_cases(
