@@ -197,14 +197,16 @@ class _Large:
         """Return cases with one long axis that varies, whose oracle has a few of its indices only."""
         few = replace(self, repeated=(), shared={}, several=(), most_flops=MAX_FLOPS_OF_SPARSE[self.on_gpu])
         found = list[LargeCase]()
-        for axis in varying_axes(self.definition) if SOFTMAX.search(self.definition.reference) else ():
+        for axis in self.definition.var_axes if SOFTMAX.search(self.definition.reference) else ():
             for bounds in SPARSE_LENGTHS if self._scores_itself(axis) else ():
                 large = few.case([axis], bounds, thin=True, whole=False)
                 if large is not None:
                     size = large.case.call.axes[axis]
                     positions = {0, size - 1, *self.generator.sample(range(size), SPARSE_POSITIONS)}
                     case = replace(large.case, spread_as="")
-                    found.append(replace(large, case=case, base=case, rows={axis: tuple(sorted(positions))}, is_sparse=True))
+                    found.append(
+                        replace(large, case=case, base=case, rows={axis: tuple(sorted(positions))}, is_sparse=True)
+                    )
         return found
 
     def _scores_itself(self, axis: str) -> bool:
