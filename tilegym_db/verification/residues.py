@@ -35,7 +35,7 @@ LARGEST_ELEMENTS = 1 << 16
 """Maximum elements of a tensor; a call and its comparison then take a few milliseconds."""
 SPARE = 64
 """Indices of the shared contents beyond the largest size, so that calls differ in the index that they begin at."""
-AXIS_S, ALL_S, COMPILED = 3.0, 15.0, 4
+AXIS_S, ALL_S, COMPILED = 5.0, 15.0, 4
 """Seconds for one axis, without its slowest calls, which compile, and for all axes. A kernel that is compiled for each size
 gets through some of them only."""
 
