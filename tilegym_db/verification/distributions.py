@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -667,6 +667,28 @@ def vary_scalars(
             bounds = abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up
             varied[name] = _rounded(other, *bounds, drawn) if is_round and not always else other
     return varied
+
+
+def scalars_to_vary(
+    definition: Definition, scalars: Mapping[str, Scalar], others: Sequence[Mapping[str, Scalar]]
+) -> dict[str, Scalar]:
+    """Return the scalars that those of fuzz cases are varied around: in place of zero, the largest value of other Workloads.
+
+    A bound of zero may have no effect, so a kernel that ignores it would be served with the other values.
+    """
+    found = dict(scalars)
+    for name, value in scalars.items():
+        if (
+            value == 0
+            and isinstance(value, float)
+            and name in definition.inputs
+            and not is_code_selecting(definition, name)
+        ):
+            stated = [other[name] for other in others if isinstance(other.get(name), float)]
+            found[name] = max(
+                (one for one in stated if math.isfinite(float(one))), key=lambda one: abs(float(one)), default=value
+            )
+    return found
 
 
 def _rounded(value: float, low: float, high: float, drawn: random.Random) -> float:

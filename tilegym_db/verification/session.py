@@ -31,6 +31,7 @@ from tilegym_db.verification.case_queue import CaseQueue, Pair, Processors
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.comparison import is_undefined
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.distributions import scalars_to_vary
 from tilegym_db.verification.expected import (
     LargeOracleCase,
     OracleCase,
@@ -456,7 +457,8 @@ class Verification:
         The failure of a fuzz case counts first, whichever is found first.
         """
         handle, record = self.handle, self.handle.solution.record
-        dtypes, scalars = handle.definition.bind_dtypes(workload.dtypes), workload.scalars()
+        dtypes = handle.definition.bind_dtypes(workload.dtypes)
+        scalars = scalars_to_vary(handle.definition, workload.scalars(), [anchor.scalars() for anchor in anchors])
         cases = fuzz_cases(
             handle.definition,
             record,
