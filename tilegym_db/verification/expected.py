@@ -247,6 +247,11 @@ MAX_PROBED_ELEMENTS_ON_CPU, MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 24, 1 <
 class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The number of operations of a reference, and the elements of the largest tensor that one gives."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: see :class:`tilegym_db.verification.oracle.Lifted`."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = self.elements = 1
