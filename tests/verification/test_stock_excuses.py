@@ -1,4 +1,4 @@
-"""How many of its own cases stock code may fail, and other Solutions with it."""
+"""How many of its cases stock code may fail, and other Solutions with it."""
 
 from __future__ import annotations
 

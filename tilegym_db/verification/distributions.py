@@ -678,16 +678,11 @@ def scalars_to_vary(
     """
     found = dict(scalars)
     for name, value in scalars.items():
-        if (
-            value == 0
-            and isinstance(value, float)
-            and name in definition.inputs
-            and not is_code_selecting(definition, name)
-        ):
-            stated = [other[name] for other in others if isinstance(other.get(name), float)]
-            found[name] = max(
-                (one for one in stated if math.isfinite(float(one))), key=lambda one: abs(float(one)), default=value
-            )
+        if value != 0 or not isinstance(value, float) or name not in definition.inputs:
+            continue
+        if not is_code_selecting(definition, name):
+            stated = [one for other in others if isinstance(one := other.get(name), float) and math.isfinite(one)]
+            found[name] = max(stated, key=abs, default=value)
     return found
 
 
