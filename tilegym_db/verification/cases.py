@@ -30,10 +30,10 @@ from tilegym_db.verification.distributions import (
     DISTRIBUTIONS,
     HIDES_SCALARS,
     PLANTED,
-    RANGES,
     REFERENCE_MAY_FAIL,
     STEPS,
     has_wide_rows,
+    ranges_of,
     vary_scalars,
     with_modifiers,
 )
@@ -390,7 +390,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
         number: its index among them; successive cases use successive ranges.
         scalars: of the Workload; continuous ones are varied around these values.
     """
-    names = tuple(RANGES)
+    names = ranges_of(definition)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
     if case.call.axes.get(summed_axis(definition) or "", 0) >= LONG_SUM[0]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,7 +25,11 @@ VARIED = "varied"
 """A different distribution for every input (:func:`styles_of`)."""
 ROW_SCALE = "row_scale"
 """Rows of scales that differ by orders of magnitude."""
-REFERENCE_MAY_FAIL = frozenset({"max_quarter", ROW_SCALE})
+FAR_BELOW = "far_below"
+"""All values of the first matrix far below zero and those of others far above, so that all scores are far below zero too.
+
+Each tensor has a separate style, so this has no draw."""
+REFERENCE_MAY_FAIL = frozenset({"max_quarter", ROW_SCALE, FAR_BELOW})
 """Distributions on which the reference as written may overflow, so that the case is dropped."""
 MASSIVE = "massive"
 """Modifier on which it may overflow too (:func:`may_overflow`)."""
@@ -32,6 +37,8 @@ ILL_CONDITIONED = frozenset({ROW_SCALE, "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 EXTREME = frozenset({"large", "channels", "shifted"})
 """Contents that at most one input of a call has."""
+BELOW, ABOVE, BELOW_ALONE = "below", "above", "below_alone"
+"""Styles of far values: of the first matrix, of others, and of the only one."""
 MODERATE = frozenset({"normal", "constant_rows", "one_hot", "ties", "tiny", "sparse", "sorted_rows"})
 """Contents that infinities may join. Elsewhere a factor may be zero or just not, such as GELU of -100, and times inf differ."""
 ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
@@ -179,6 +186,38 @@ def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) ->
     return value * (2 * whole(0, 2) - 1)
 
 
+_FAR_STEPS, _FAR_MOST, _FAR_FACTORS, _FAR_IN_HALF = 128, 640, (1, 2, 3), 8
+
+
+def _far(sign: int, exponents: tuple[int, int], *, differing: int | None = None) -> Draw:
+    """Return a draw of large values of one sign that make scores of which each row has one far above the others.
+
+    The indices of a dimension have different sizes, at least a 128th apart, so a softmax of the scores is well-conditioned,
+    although float32 has steps of 2**-9 there. Sums of products of such values hardly round.
+
+    Args:
+        sign: of all values.
+        exponents: range of the power of two that all values are multiplied by; half precision has less room.
+        differing: the dimension of the scores, -2 or -1; by default the values are small whole numbers.
+    """
+    low, high = exponents
+
+    def draw(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        device = generator.device
+        most = min(high, _FAR_IN_HALF) if dtype == torch.float16 else high
+        value = torch.full(shape, sign * 2.0 ** int(_between(generator, min(low, most), most + 1)), device=device)
+        if differing is not None:
+            rank = torch.randperm(shape[differing], generator=generator, device=device).clamp(max=_FAR_MOST)
+            sizes = (1 + rank % _FAR_STEPS / _FAR_STEPS) * torch.exp2(rank // _FAR_STEPS)
+            value *= sizes[:, None] if differing == -2 else sizes
+        if differing != -1:
+            few = torch.tensor(_FAR_FACTORS, device=device)
+            value *= few[torch.randint(0, len(few), shape[-1:], generator=generator, device=device)]
+        return value
+
+    return draw
+
+
 def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     return 1 + 0.1 * _normal(generator, shape, dtype)
 
@@ -228,8 +267,14 @@ RANGES: dict[str, Draw] = {
 }
 """Contents that expose wrong assumptions about the range of inputs; the second call of a shape uses one of these."""
 
-CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps}
-STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
+CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps, FAR_BELOW: _normal}
+STYLES: dict[str, Draw] = {
+    **CONTENTS,
+    "unit": _unit,
+    BELOW: _far(-1, (6, 7)),
+    ABOVE: _far(1, (6, 7), differing=-2),
+    BELOW_ALONE: _far(-1, (14, 17), differing=-1),
+}
 """Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
 
 
@@ -422,13 +467,13 @@ def with_modifiers(
 
     Args:
         definition: its special values and inputs decide which modifiers it allows.
-        distribution: small integers and code steps stay as they are.
+        distribution: small integers, code steps and far values stay as they are.
         seed: of the case.
         turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
         wide: rows hold several tiles (:func:`has_wide_rows`). Many such cases have padding or zero tiles, as narrow ones
             cannot lack a tile.
     """
-    if distribution in (EXACT, STEPS):
+    if distribution in (EXACT, STEPS, FAR_BELOW):
         return distribution
     allowed, drawn = allowed_modifiers(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
     chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
@@ -466,6 +511,14 @@ def allowed_modifiers(definition: Definition, distribution: str, *, any_range: b
         NAN_ROWS: chooses or (drawn and "nan" in specials),
     }
     return [name for name in MODIFIERS if asked.get(name, True)]
+
+
+def ranges_of(definition: Definition) -> tuple[str, ...]:
+    """Return the contents that the second calls of shapes have in turn; far values where a softmax must find its maximum."""
+    return (*RANGES, *[FAR_BELOW] * (SOFTMAX.search(definition.reference) is not None))
+
+
+SOFTMAX = re.compile(r"softmax|logsumexp|cross_entropy")
 
 
 def _has_lengths(definition: Definition) -> bool:
@@ -593,14 +646,14 @@ def vary_scalars(
     Args:
         definition: of the case; its code-selecting scalars stay.
         scalars: of the Workload, by name.
-        distribution: of the case; with small integers, all scalars stay.
+        distribution: of the case; with small integers and far values, all scalars stay.
         seed: of the case.
         always: vary every continuous scalar, to a number of six digits. Otherwise some cases keep all, and some values are round.
     """
     drawn = _drawn(seed, "scalars")
     distribution, modifiers = parts_of(distribution)
     grows = distribution not in ILL_CONDITIONED | EXTREME and MASSIVE not in modifiers
-    keeps = (drawn.random() < KEEPS_ITS_SCALARS and not always) or distribution == EXACT
+    keeps = (drawn.random() < KEEPS_ITS_SCALARS and not always) or distribution in (EXACT, FAR_BELOW)
     varied: dict[str, Scalar] = {}
     for name, value in scalars.items():
         if name not in definition.inputs:
@@ -614,6 +667,23 @@ def vary_scalars(
             bounds = abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up
             varied[name] = _rounded(other, *bounds, drawn) if is_round and not always else other
     return varied
+
+
+def scalars_to_vary(
+    definition: Definition, scalars: Mapping[str, Scalar], others: Sequence[Mapping[str, Scalar]]
+) -> dict[str, Scalar]:
+    """Return the scalars that those of fuzz cases are varied around: in place of zero, the largest value of other Workloads.
+
+    A bound of zero may have no effect, so a kernel that ignores it would be served with the other values.
+    """
+    found = dict(scalars)
+    for name, value in scalars.items():
+        if value != 0 or not isinstance(value, float) or name not in definition.inputs:
+            continue
+        if not is_code_selecting(definition, name):
+            stated = [one for other in others if isinstance(one := other.get(name), float) and math.isfinite(one)]
+            found[name] = max(stated, key=abs, default=value)
+    return found
 
 
 def _rounded(value: float, low: float, high: float, drawn: random.Random) -> float:
@@ -658,6 +728,8 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
             style = drawn.choice(sorted(EXTREME)) if name == extreme and drawn.random() < EXTREME_SHARE else ordinary
         elif distribution in EXTREME:
             style = distribution if name == extreme else "normal"
+        elif distribution == FAR_BELOW:
+            style = BELOW_ALONE if len(matrices) == 1 else BELOW if name == matrices[0] else ABOVE
         elif name in definition.input_generators and distribution not in ORDINARY:
             style = "normal"
         else:

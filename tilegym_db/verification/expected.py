@@ -28,6 +28,7 @@ from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.large import LargeCase
 from tilegym_db.verification.oracle import as_written, at_indices, joined, joined_budget, joining_axis, oracle, parted
+from tilegym_db.verification.sparse import leaves_the_rest_out, without_weight
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,8 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
     Raises:
         Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
     """
+    if large.is_sparse:
+        return _made_sparse(definition, large, device)
     if large.is_long and not is_affordable(definition, large.case, device, unknown=bool(large.rows)):
         return None
     found = _made_large(definition, large, device)
@@ -235,6 +238,21 @@ def _made_large(definition: Definition, large: LargeCase, device: str) -> LargeO
     return None if compared is None else LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
 
 
+def _made_sparse(definition: Definition, large: LargeCase, device: str) -> LargeOracleCase | None:
+    """Return a long call whose oracle has a few positions; None if the whole is affordable, or if other positions count."""
+    ((axis, rows),) = large.rows.items()
+    case = large.case
+    if is_affordable(definition, case, device, unknown=True) or not leaves_the_rest_out(definition, case, axis, device):
+        return None
+    kept = torch.tensor(rows, device=device)
+    inputs = without_weight(definition, draw_inputs(definition, case, device), axis, kept, case.seed)
+    if inputs is None or broken_constraint(definition, case.call.axes, inputs) is not None:
+        return None
+    few = replace(case, call=replace(case.call, axes={**case.call.axes, axis: len(rows)}))
+    compared = make_oracle_case(definition, few, device, inputs=at_indices(definition, inputs, {axis: kept}))
+    return None if compared is None else LargeOracleCase(OracleCase(case, inputs, {}, {}), compared, {axis: kept})
+
+
 PROBED_SIZES = (128, 256)
 MAX_PROBED_ELEMENTS_ON_CPU, MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 24, 1 << 26, 1 << 15
 """Maximum elements of a tensor inside a reference, such as the scores of all pairs of positions, and maximum steps."""
@@ -242,6 +260,11 @@ MAX_PROBED_ELEMENTS_ON_CPU, MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 24, 1 <
 
 class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The number of operations of a reference, and the elements of the largest tensor that one gives."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: see :class:`tilegym_db.verification.oracle.Lifted`."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

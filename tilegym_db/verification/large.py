@@ -21,7 +21,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import contiguous_strides
 from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
-from tilegym_db.verification.distributions import CONTENTS, RAGGED
+from tilegym_db.verification.distributions import CONTENTS, RAGGED, SOFTMAX
 from tilegym_db.verification.inputs import has_spreads
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
@@ -55,6 +55,11 @@ Each case is the golden ratio further within these decades, so that a few cases 
 """
 MAX_FLOPS_OF_WHOLE = 1e10
 """Limit on a GPU for these cases, as their oracle may hold the scores of all pairs of positions in float64."""
+SPARSE_LENGTHS = ((1 << 13, 1 << 14), (1 << 15, 1 << 17))
+"""Ranges of a length at which a reference is affordable at some positions only."""
+MAX_FLOPS_OF_SPARSE = {False: 4e9, True: MAX_FLOPS_ON_GPU}
+"""Limits for these cases on a CPU and on a GPU: only the kernel does all of that work."""
+SPARSE_POSITIONS = 192
 _PERIODS = (31, 61, 251, 509)
 _MAX_COMPARED = 1 << 19
 """Maximum elements of an oracle's tensor; it limits the rows that are compared."""
@@ -82,6 +87,8 @@ class LargeCase:
     """True if its large axis is not repeated, so that the oracle has its whole length."""
     usual: LargeCase | None = None
     """The same sizes with the scalars of the Workload and usual ids, lengths and masks, if the reference fails these."""
+    is_sparse: bool = False
+    """True if only the indices in ``rows`` count, as others have no weight; the oracle has only these (:mod:`.sparse`)."""
 
 
 def large_cases(
@@ -117,6 +124,7 @@ def large_cases(
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator, generator.random())
     whole = list(itertools.islice(drawn.whole_cases(), MAX_WHOLE_WITH_REPEATED if repeated else MAX_WHOLE))
+    whole += drawn.sparse_cases()
     if not repeated:
         varying = varying_axes(definition)
         return [*whole, *drawn.each_long([axis for axis in others if axis not in varying])]
@@ -131,7 +139,7 @@ def large_cases(
     long += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
     found += long[2:]
     found += whole
-    tried = [large.case.call.axes for large in (*long, *whole) if large is not None]
+    tried = [large.case.call.axes for large in (*long, *whole) if large is not None and not large.is_sparse]
     found += drawn.each_long([axis for axis in others if all(axes[axis] < OTHER_SIZES[0] for axes in tried)])
     found += [drawn.case(repeated, beyond, elements=True)] if on_gpu else []
     return [large for large in found if large is not None]
@@ -172,6 +180,8 @@ class _Large:
     """Axes of rows and tokens, which are not tiny where others are, and whose ids are spread as usual."""
     turns: tuple[Iterator[int], Iterator[int]] = field(default_factory=lambda: (itertools.count(), itertools.count()))
     """Numbers of the cases with many rows and of the long ones, which have their contents in turn, each for themselves."""
+    most_flops: float | None = None
+    """Limit on the work of a call, if it is another than that of a whole oracle."""
 
     def whole_cases(self) -> Iterator[LargeCase]:
         """Yield cases with one long axis that varies and is not repeated; each axis has its turn, then another length."""
@@ -182,6 +192,33 @@ class _Large:
         for bounds in zip(*turns, strict=True):
             cases = (whole.case([axis], of_axis, thin=True) for axis, of_axis in zip(axes, bounds, strict=True))
             yield from filter(None, cases)
+
+    def sparse_cases(self) -> list[LargeCase]:
+        """Return cases with one long axis that varies, whose oracle has a few of its indices only."""
+        few = replace(self, repeated=(), shared={}, several=(), most_flops=MAX_FLOPS_OF_SPARSE[self.on_gpu])
+        found = list[LargeCase]()
+        for axis in self.definition.var_axes if SOFTMAX.search(self.definition.reference) else ():
+            for bounds in SPARSE_LENGTHS if self._scores_itself(axis) else ():
+                large = few.case([axis], bounds, thin=True, whole=False)
+                if large is not None:
+                    size = large.case.call.axes[axis]
+                    positions = {0, size - 1, *self.generator.sample(range(size), SPARSE_POSITIONS)}
+                    case = replace(large.case, spread_as="")
+                    found.append(
+                        replace(large, case=case, base=case, rows={axis: tuple(sorted(positions))}, is_sparse=True)
+                    )
+        return found
+
+    def _scores_itself(self, axis: str) -> bool:
+        """Return True for positions that a reference may score against each other: rows of the first input and of another.
+
+        A window or another scalar that is a size counts in distances, which are other ones among a few positions, and inputs
+        that are drawn jointly may name positions.
+        """
+        first, *others = (self.definition.inputs[name].shape or () for name in self.definition.tensor_inputs)
+        bound = self.definition.size_scalars or self.definition.joint_inputs is not None
+        is_free = axis not in self.repeated and not bound
+        return is_free and axis in first and any(axis == shape[-2] for shape in others if len(shape) > 1)
 
     def each_long(self, axes: Sequence[str]) -> list[LargeCase]:
         """Return a case for each of these axes in which it is long, if the constraints allow that.
@@ -201,11 +238,18 @@ class _Large:
         return next(filter(None, (self.case(axes, bounds) for bounds in ranges)), None)
 
     def case(
-        self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool = False, thin: bool = False
+        self,
+        axes: Sequence[str],
+        bounds: tuple[int, int],
+        *,
+        elements: bool = False,
+        thin: bool = False,
+        whole: bool = True,
     ) -> LargeCase | None:
         """Return a case in which one of the axes, or the largest tensor, has a size within the bounds.
 
-        ``thin``: the other axes are tiny, so that the case costs little more than a call.
+        ``thin``: the other axes are tiny, so that the case costs little more than a call. ``whole``: its oracle must be
+        affordable at all indices of axes that are not repeated.
         """
         constraints = (*self.definition.constraints, *self.solution.spec.constraints)
         fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
@@ -231,7 +275,7 @@ class _Large:
             base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
             rows = {name: self._rows(name, large) for name in self.repeated}
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
-            if base and compared and self._are_quick(base, compared):
+            if base and compared and (not whole or self._are_quick(base, compared)):
                 self._share(kinds, sizes)
                 is_long = axis not in self.repeated
                 seed, contents = self.generator.getrandbits(62), self._contents(is_long)
@@ -315,6 +359,7 @@ class _Large:
         most = MAX_FLOPS_ON_CPU
         if self.on_gpu:
             most = MAX_FLOPS_ON_GPU if self.repeated else MAX_FLOPS_OF_WHOLE
+        most = most if self.most_flops is None else self.most_flops
         return total <= self.budget_bytes and flops <= most
 
     def _elements(self, axes: Mapping[str, int], inner: int = 0) -> int:

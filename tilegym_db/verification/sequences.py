@@ -236,7 +236,8 @@ def _like(plan: SlotPlan, larger: SlotPlan) -> SlotPlan:
     return _at(plan, {one.name: one.offset for one in larger.tensors}, larger.size)
 
 
-def _shared(handle: WorkerHandle, steps: Sequence[Step]) -> SharedBuffers:
+def shared_memory(handle: WorkerHandle, steps: Sequence[Step]) -> SharedBuffers:
+    """Return memory for all steps, filled with garbage."""
     size = max(step.plan.size for step in steps)
     plans = [SlotPlan(step.plan.inputs, step.plan.outputs, size) for step in steps]
     buffers = SharedBuffers(SlotPlan((), (), size), 1, handle.device, plans)
@@ -277,7 +278,7 @@ def _many_shapes(
         plan = _moved(plan_slot(handle.definition, shapes[size]), start)
         steps.append(Step(shapes[size], plan, draw_inputs(handle.definition, shapes[size], handle.device)))
         start = plan.size
-    with _shared(handle, steps) as buffers:
+    with shared_memory(handle, steps) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         outcome = memory.attach() or _rounds(memory, axis, {*lower}, {*upper}, drawn, cache)
         handle.detach()
@@ -412,7 +413,7 @@ def shapes_along(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Rand
     sizes = drawn.sample(range(1, LARGEST_SIZE), SHAPES)
     sizes = [*dict.fromkeys([*sizes[:-PAIRS], *(size + 1 for size in sizes[:PAIRS])])]
     for axis, base in itertools.product(axes, smallest[:3]):
-        shapes = {size: case for size in sizes if (case := _resized(handle, base, axis, size)) is not None}
+        shapes = {size: case for size in sizes if (case := resized(handle, base, axis, size)) is not None}
         if len(shapes) > PAIRS:
             return axis, {size: replace(case, seed=drawn.getrandbits(62)) for size, case in shapes.items()}
     return "", {}
@@ -431,7 +432,9 @@ def drawn_pairs(sizes: Sequence[int], drawn: random.Random) -> dict[int, int]:
     return pairs
 
 
-def _resized(handle: WorkerHandle, base: Case, axis: str, size: int) -> Case | None:
+def resized(
+    handle: WorkerHandle, base: Case, axis: str, size: int, largest_elements: int = LARGEST_ELEMENTS
+) -> Case | None:
     """Return the contiguous case with another size of one axis, or None if a constraint or its size forbids it."""
     definition = handle.definition
     try:
@@ -439,7 +442,7 @@ def _resized(handle: WorkerHandle, base: Case, axis: str, size: int) -> Case | N
     except RecordError:
         return None
     names = (*definition.tensor_inputs, *definition.written_outputs)
-    if any(math.prod(definition.shape_of(name, axes)) > LARGEST_ELEMENTS for name in names):
+    if any(math.prod(definition.shape_of(name, axes)) > largest_elements for name in names):
         return None
     if handle.solution.record.unsupported(axes, base.call.dtypes) is not None:
         return None
@@ -487,7 +490,7 @@ def _chain(
             inputs = {key: value for key, value in inputs.items() if key != name}
         fed = next(one.offset for one in plan.outputs if one.name == output)
         steps.append(Step(case, plan, inputs))
-    with _shared(handle, steps) as buffers:
+    with shared_memory(handle, steps) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         failure = memory.attach() or _forward(memory, output, name) or _backward(memory, name, drawn, cache)
         handle.detach()
@@ -575,7 +578,7 @@ def _equal_sizes(
         plain = replace(empty, call=replace(empty.call, layouts={}), offset=0)
         plan = _moved(plan_slot(handle.definition, plain), start)
         steps.append(Step(plain, plan, draw_inputs(handle.definition, plain, handle.device)))
-    with _shared(handle, steps) as buffers:
+    with shared_memory(handle, steps) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         outcome = memory.attach() or _after_odd_calls(memory, judged, others, empty is not None)
         handle.detach()
@@ -638,9 +641,9 @@ def equal_pairs(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Rando
         for size, other in drawn.sample(others, len(others)):
             if min(size, other) < 1 or size == first or size != int(size) or other != int(other):
                 continue
-            left = _resized(handle, base, one, first)
+            left = resized(handle, base, one, first)
             halfway = Case(replace(base.call, axes={**base.call.axes, two: int(other)}))
-            right = _resized(handle, halfway, one, int(size))
+            right = resized(handle, halfway, one, int(size))
             if left is not None and right is not None:
                 seeds = drawn.getrandbits(62), drawn.getrandbits(62)
                 pairs.append((replace(left, seed=seeds[0]), replace(right, seed=seeds[1])))

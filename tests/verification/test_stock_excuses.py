@@ -1,0 +1,45 @@
+"""How many of its cases stock code may fail, and other Solutions with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.records.call import Call
+from tilegym_db.records.case import Case
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.gates import PASSED
+from tilegym_db.verification.session import FuzzOutcome, conclude_fuzz
+from tilegym_db.verification.verifier import Failure
+
+PAIRS = [(OracleCase(Case(Call("op", {"N": size}, {})), {}, {}, {}), None) for size in (1, 2, 3, 4)]
+
+
+def failures(count: int, *, status: str, excused: bool = True) -> list[Failure]:
+    verdict = PASSED if status == "INCORRECT_NUMERICAL" else None
+    return [
+        Failure(status, "at a case", case=expected.case, verdict=verdict, excused=excused)  # type: ignore[arg-type]
+        for expected, _ in PAIRS[:count]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "count", "is_stock", "passes"),
+    [
+        ("INCORRECT_NUMERICAL", 1, False, True),
+        ("INCORRECT_NUMERICAL", 2, False, False),
+        ("INCORRECT_NUMERICAL", 2, True, True),
+        ("INCORRECT_NUMERICAL", 3, True, False),
+        ("RUNTIME_ERROR", 3, True, True),
+        ("RUNTIME_ERROR", 4, True, False),
+    ],
+)
+def test_some_cases_of_stock_code_are_dropped(status: str, count: int, is_stock: bool, passes: bool) -> None:
+    found = conclude_fuzz(FuzzOutcome(), PAIRS, failures(count, status=status), is_stock=is_stock)
+    assert isinstance(found, FuzzOutcome) == passes
+    if isinstance(found, FuzzOutcome):
+        assert (len(found.passed), len(found.dropped)) == (4 - count, count)
+
+
+def test_one_failure_that_is_not_excused_refuses() -> None:
+    found = conclude_fuzz(FuzzOutcome(), PAIRS, failures(1, status="RUNTIME_ERROR", excused=False), is_stock=True)
+    assert isinstance(found, Failure)
