@@ -31,12 +31,12 @@ ROUTERS = {
     "MiniMaxM3VLTopKRouter": ("minimax_m3_vl", "minimax_m3_vl_text", "topk_sigmoid_bias_groups"),
     "Step3p7TopKRouter": ("step3p7", "step3p5", "topk_sigmoid_bias_groups"),
     "AXK2TopkRouter": ("axk2", "axk2", "topk_sigmoid_bias_groups"),
+    "Mistral4TopkRouter": ("mistral4", "mistral4", "topk_softmax_rounded"),
     "MistralLarge4TextTopkRouter": ("mistral_large4", "mistral_large4_text", "topk_softmax"),
 }
 OTHERS = {
     "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),
     "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe"),
-    "Mistral4TopkRouter": ("mistral4", "mistral4"),
     "Ernie4_5_MoeTopKRouter": ("ernie4_5_moe", "ernie4_5_moe"),
     "LongcatFlashTopkRouter": ("longcat_flash", "longcat_flash"),
 }
@@ -248,3 +248,26 @@ def test_greedy_tokens_are_those_of_stock(kind: str, kernels: Catalog) -> None:
     sites = [site for site in handle.report().sites if site.kind in ("router", "experts") and site.counts]
     assert all(site.counts.stock_calls == 0 and not site.bypassed for site in sites)
     assert model.generate(ids, **options).tolist() == stock
+
+
+def test_a_router_with_groups_is_not_one_without(kernels: Catalog) -> None:
+    from transformers.models.mistral4.configuration_mistral4 import Mistral4Config
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
+
+    config = Mistral4Config(hidden_size=HIDDEN, n_routed_experts=EXPERTS, n_group=4, topk_group=2)
+    assert reason(Mistral4TopkRouter(config).eval(), kernels).startswith(NO_CHOICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mixer_of_phi_is_served_with_its_own_results(dtype: torch.dtype, kernels: Catalog) -> None:
+    from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
+    from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
+
+    module = PhimoeTopKRouter(PhimoeConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS)).to(dtype).eval()
+    stock = call(module, dtype)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert all(torch.equal(got, want) for got, want in zip(call(module, dtype), stock, strict=True))
+        assert handle.report().hits() == {"sparsemixer_top2": 1}
+        module.train()
+        call(module, dtype)
+        assert handle.report().hits() == {"sparsemixer_top2": 1}

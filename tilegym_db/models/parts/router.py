@@ -67,12 +67,10 @@ CUT, WIDENED, ROUNDED = "cut", "widened", "rounded"
 or if weights are rounded to the dtype of the hidden states."""
 NO_CHOICE = "no definition computes its choice of experts"
 SOFTMAX_BIAS = "no definition ranks the probabilities of a softmax with a bias"
-RANKS_ROUNDED = "no definition ranks probabilities that are rounded to the dtype of the model"
 UNDESCRIBED = {
     "3dc8000204bca3b3": SOFTMAX_BIAS,
     "f584e6f708caa17e": SOFTMAX_BIAS,
-    "2333d2f3aeadbea6": RANKS_ROUNDED,
-    "4073140514fef0ba": RANKS_ROUNDED,
+    "4073140514fef0ba": "no definition ranks sigmoids that are rounded to the dtype of the model",
     "dc8414c29eaa9ebe": "its scores are probabilities already, and no definition takes those",
     "e2f6bd664e82c954": "no definition adds a bias to scores before their sigmoid",
     "8990a5f32a9e98a5": "no definition ranks sigmoids without a bias",
@@ -80,7 +78,7 @@ UNDESCRIBED = {
     "a4ce3525a9b15fc5": "its score function is a module, which may have hooks",
     "7de8fb037d883b26": "no definition ranks sigmoids with a bias in groups without a factor",
 }
-"""Known code that no Definition describes: ERNIE 4.5, LongCat-Flash, Mistral 4, LFM2, Gemma 4, Kolibri 1, Flint, Inkling 2, Muse
+"""Known code that no Definition describes: ERNIE 4.5, LongCat-Flash, LFM2, Gemma 4, Kolibri 1, Flint, Inkling 2, Muse
 Spark, Beam."""
 CHANGED = "its settings changed after the probe"
 
