@@ -353,7 +353,7 @@ def read_record(path: Path) -> Solution:
 
 
 def family_content(content: bytes, path: Path) -> bytes:
-    """Return the part of a ``family.json`` that the validity of the Solution at a place depends on.
+    """Return the part of a ``family.json`` that decides if the Solution at ``path`` is valid.
 
     Raises:
         RecordError: the content cannot be parsed, or the family does not list the Solution once.
