@@ -48,8 +48,8 @@ KINDS = ("definition", "solution", "traces", "cheat", "page")
 
 MARK = "records"
 SWEEP = "sweep"
-ONE_OF = 32
-ONE_OF_CHANGED = 16
+ONE_OF = 64
+ONE_OF_CHANGED = 32
 ONE_OF_CASES = 8
 MAX_CHANGED = 16
 MAX_CHANGED_PAGES = 2
