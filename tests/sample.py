@@ -52,7 +52,7 @@ ONE_OF = 64
 ONE_OF_CHANGED = 32
 ONE_OF_CASES = 8
 MAX_CHANGED = 16
-MAX_CHANGED_PAGES = 2
+MAX_CHANGED_PAGES = 1
 """A page's commands take up to a minute."""
 
 
