@@ -134,7 +134,7 @@ class CatalogReader:
 
     @cached_property
     def _solution_places(self) -> list[tuple[Path, str]]:
-        """Place of every Solution, sorted by name, with the op type of its family; '' for a folder of its own."""
+        """Place of every Solution, sorted by name, with the op type of its family; '' if it has no family."""
         places = (path for _, path in sorted(self.solution_paths.items()))
         return [(path, path.parent.parent.name if in_family(path) else "") for path in places]
 
