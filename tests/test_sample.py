@@ -142,6 +142,27 @@ def test_every_case_of_a_sweep_has_its_turn(count: int, given: tuple[int, ...], 
     assert len(seen) == count
 
 
+def of_records(keys: list[str]) -> list[Any]:
+    """As pytest collects a test with the mark ``records`` and a case of each record."""
+    return [
+        SimpleNamespace(
+            nodeid=f"test_kernels.py::test_it[{key}]",
+            iter_markers=lambda name, key=key: [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})],
+            get_closest_marker=lambda name: None,
+        )
+        for key in keys
+    ]
+
+
+def test_a_test_of_records_without_a_turn_runs_with_one() -> None:
+    waiting = sorted(RECORDS.keys() - tried(NOW))[:5]
+    items = of_records(waiting)
+    assert len(beyond_the_sample(items, NOW)) == 4
+    assert all(len(beyond_the_sample(items, replace(NOW, day=day))) <= 4 for day in days(64))
+    running = of_records([*waiting, min(tried(NOW))])
+    assert len(beyond_the_sample(running, NOW)) == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "by_hand"),
     [

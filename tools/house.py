@@ -42,8 +42,14 @@ _seen = set()
 def _note(frame, event, argument):
     if event == "call":
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("tilegym_db") and frame.f_code.co_name != "<module>":
+        if name.startswith("tilegym_db") and name not in _seen and not _imports(frame):
             _seen.add(name)
+def _imports(frame):  # class bodies and tables of a module that is being imported are no steps of the job
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") not in ("__main__", "tilegym_db.__main__"):
+            return True
+        frame = frame.f_back
+    return False
 def mark():
     _seen.clear()
 def _write():

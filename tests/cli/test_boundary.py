@@ -52,7 +52,7 @@ def run(environment, *arguments, **options):
     return subprocess.run([*COMMAND, *arguments], env=environment, **options)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -76,7 +76,7 @@ def test_a_missing_package_names_its_extra(core_only, arguments):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("module", "raised", "named", "arguments"),
     [
@@ -185,7 +185,7 @@ def test_an_interrupt_ends_a_query(environment):
     assert (process.returncode, errors) == (130, "")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("delay_s", [0.05, 0.1, 0.2, 0.4])
 def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
     code = (
@@ -226,7 +226,7 @@ sys.meta_path.insert(0, Interrupting())
 """
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "module", ["tilegym_db.cli.boundary", "typer", "typer.core", "tilegym_db.cli.list", "pydantic"]
 )
@@ -252,7 +252,7 @@ def test_an_interrupt_is_one_whatever_python_makes_of_it(environment, text):
     assert (result.returncode, result.stderr) == (130, "")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "changes",
     [
@@ -272,7 +272,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
     assert run(given, "list").returncode == 0
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "place",
     ["/dev/null/home", "/proc/home", "x" * 5000, "~nobody-of-that-name/x", "/etc/passwd", "\udcff", "loop/loop"],

@@ -41,7 +41,7 @@ WRONG = "def run(x, weight, eps, out):\n    out.copy_(x * weight)\n"
 
 
 def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) -> tuple[set[str], list[Any]]:
-    """The tools of a server, and the answers to calls; a call's arguments may name the task of an earlier answer."""
+    """The tools of a server, and the answers to calls; ``TASK`` and functions take an argument from earlier answers."""
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = mcp.StdioServerParameters(
@@ -55,6 +55,7 @@ def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) ->
             answers: list[Any] = []
             for name, arguments in calls:
                 given = {key: answers[0]["id"] if value == "TASK" else value for key, value in arguments.items()}
+                given = {key: value(answers) if callable(value) else value for key, value in given.items()}
                 answers.append(content(await client.call_tool(name, given)))
             return tools, answers
 
@@ -219,7 +220,7 @@ def refusals(given: dict[str, Any], tool: str) -> list[tuple[dict[str, Any], str
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("tool", GOOD)
 def test_client_reads_the_reason_of_every_refusal(tool: str, home: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
@@ -266,13 +267,14 @@ def test_value_of_a_client_is_never_an_option(home: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_long_list_comes_in_pages_without_a_gap(home: Path) -> None:
-    _, (first,) = asked(home, [("list_awards", {})])
+    pages: list[dict[str, Any]] = [
+        {},
+        {"start": lambda answers: answers[0]["next_start"]},
+        {"start": lambda answers: answers[0]["total"]},
+    ]
+    _, (first, second, last) = asked(home, [("list_awards", page) for page in pages])
     assert len(json.dumps(first)) < 2 * MAX_LIST
     assert first["next_start"] == len(first["entries"]) < first["total"]
-    _, (second, last) = asked(
-        home,
-        [("list_awards", {"start": first["next_start"]}), ("list_awards", {"start": first["total"]})],
-    )
     assert second["entries"]
     assert second["entries"][0] not in first["entries"]
     assert (last["entries"], last["next_start"]) == ([], None)

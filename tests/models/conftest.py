@@ -24,6 +24,7 @@ from published_tables import table_files, write_files
 from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog.record_files import name_at, record_paths
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import is_code_selecting
@@ -284,6 +285,15 @@ class Offer:
         return table_files(self.entries)
 
 
+def beside_the_shipped(root: Path) -> Catalog:
+    """Return a catalog of the shipped records and those of a folder. Tests share what was read of the shipped ones."""
+    catalog = Catalog((shipped_root(), root))
+    if SHIPPED.roots == catalog.roots[:1]:
+        vars(catalog)["solution_paths"] = SHIPPED.solution_paths | {name_at(path): path for path in record_paths(root)}
+        catalog._cache.update(SHIPPED._cache)
+    return catalog
+
+
 OFFERED: dict[tuple[Any, ...], Offer] = {}
 """What was offered before, by what was asked for: hundreds of tests ask for the same."""
 
@@ -347,14 +357,14 @@ class Shop:
         self.gpu, self.sm, self.offered = *device, offered
         vars(self).pop("entries", None)
         self.republish()
-        return Catalog((shipped_root(), self.root))
+        return beside_the_shipped(self.root)
 
     def _table(
         self, without: tuple[str, ...], device: tuple[str, str], smallest: int, smallest_of: Mapping[str, int]
     ) -> list[dict[str, Any]]:
         """Return what is published of every kernel that was written: the entries of a table."""
         entries: list[dict[str, Any]] = []
-        catalog = Catalog((shipped_root(), self.root))
+        catalog = beside_the_shipped(self.root)
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
             entries += self._entries(catalog, op, smallest_of.get(op, smallest))
         return entries

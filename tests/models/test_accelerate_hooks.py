@@ -13,7 +13,7 @@ import torch
 
 from tilegym_db import Catalog, patched
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 
 class Hook:

@@ -130,7 +130,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> lis
     return tokens
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ALL)
 def test_forward_runs_kernels_with_the_bits_of_stock(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
@@ -154,7 +154,7 @@ def test_forward_runs_kernels_with_the_bits_of_stock(
     assert all(site.counts.stock_calls == 0 and not site.bypassed for site in sites)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "way"), [*((name, way) for name in DENSE for way in WAYS), *((n, "") for n in OTHER)])
 def test_greedy_tokens_are_those_of_stock(
     name: str, way: str, kernels: Catalog, build: Any, prompt: Any, left_padded: Any
@@ -172,7 +172,7 @@ def test_greedy_tokens_are_those_of_stock(
         assert all(site.counts.stock_calls == 0 and not site.bypassed for site in sites)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", DENSE)
 def test_logits_in_bf16_are_as_close_to_fp32_as_those_of_stock(
     name: str, shop: Any, logits: Any, build: Any, prompt: Any
@@ -209,7 +209,7 @@ def training_step(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ALL)
 def test_a_training_step_on_a_patched_model_is_that_of_stock(
     name: str, poison: Catalog, build: Any, prompt: Any

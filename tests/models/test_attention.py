@@ -29,7 +29,7 @@ from tilegym_db.models.parts import attention as part
 from tilegym_db.models.parts.attention import other_options, why_stock
 from tilegym_db.models.upstream_code import undecorated
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")
 LATENT = ("mla_prefill", "mla_expanded_decode")

@@ -23,7 +23,7 @@ from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.next_inputs import CapturedForward
 from tilegym_db.models.parts import attention as part
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OPS = PREFILL, DECODE, MASKED_PREFILL, MASKED_DECODE = (
     "attention_prefill", "attention_decode", "attention_masked_prefill", "attention_masked_decode",

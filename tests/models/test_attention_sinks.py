@@ -19,7 +19,7 @@ from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
 from tilegym_db.models.parts import attention, attention_sink
 from tilegym_db.models.parts.attention_sink import Masks, plain_mask, why_stock
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OPS = PREFILL, DECODE = ("attention_sink_prefill", "attention_sink_decode")
 MASKED_OPS = MASKED_PREFILL, MASKED_DECODE = ("attention_sink_masked_prefill", "attention_sink_masked_decode")

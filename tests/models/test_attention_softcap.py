@@ -9,7 +9,7 @@ import torch
 
 from tilegym_db import patched
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OP = "attention_softcap"
 MODELS = ("gemma2", "vaultgemma")

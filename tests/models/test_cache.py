@@ -16,7 +16,7 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import IN_TRAINING, NEEDS_GRAD, CallSite
 from tilegym_db.models.parts import cache as growing
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OP = "kv_cache_concat"
 TINY = {

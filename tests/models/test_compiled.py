@@ -19,7 +19,7 @@ from tilegym_db.models import operators
 from tilegym_db.models.operators import make_site
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 ONE_LAYER = {"num_hidden_layers": 1}
 ATTENTION = {  # compilers know the model's own, and keep it; no call has labels, so none has a loss
@@ -81,7 +81,7 @@ def targets(graphs: list[torch.fx.GraphModule]) -> list[list[str]]:
     return [[str(node.target) for node in graph.graph.nodes if "tilegym_db" in str(node.target)] for graph in graphs]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SERVED)
 def test_one_graph_calls_kernels_for_any_number_of_tokens(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
@@ -98,7 +98,7 @@ def test_one_graph_calls_kernels_for_any_number_of_tokens(
     assert handle.report().hits() == {op: 3 * count for op, count in SERVED[name].items()}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.nightly  # a static cache is decoded with lowered graphs daily, and with as many hits
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_lowered_graphs_have_the_operators_too(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
@@ -154,7 +154,7 @@ def copies_of_tables(model: Any, ids: torch.Tensor) -> Counter[tuple[str, Any]]:
     return Counter([("aten.clone.default", pairs.shape), ("aten._unsafe_view.default", pairs.flatten(-2).shape)])
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
 def test_graph_without_a_faster_kernel_equals_the_unpatched_one(
@@ -239,7 +239,7 @@ def test_failing_kernel_falls_back_in_the_promised_layout(shop: Any, logits: Any
     assert handle.report().kernel_calls == 0
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_of_compiled_code_are_those_of_stock(
     training: bool, poison: Catalog, build: Any, prompt: Any
@@ -258,7 +258,7 @@ def test_gradients_of_compiled_code_are_those_of_stock(
     assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
 def test_transforms_in_compiled_code_see_the_models_own_code(way: str, kernels: Catalog, build: Any) -> None:
     model = build_one_layer(build).requires_grad_(False)

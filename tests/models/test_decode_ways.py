@@ -44,6 +44,7 @@ def way(pairs: dict[int, list[tuple[float, float]]], **attributes: Any) -> Any:
     return SimpleNamespace(**{**fields, "pairs": pairs, "tokens": tokens, **attributes})
 
 
+@pytest.mark.nightly  # the next test starts a way daily, and those after it ask what the times of ways become
 def test_ways_answer_in_turns_within_the_limit(decode_ways: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "ways.jsonl"
     sizes = ["--prompt", "4", "--short", "2", "--long", "6", "--rounds", "1", "--time-limit", "500"]

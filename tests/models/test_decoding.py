@@ -20,7 +20,7 @@ from tilegym_db.models.decoding import Decoding, captured
 from tilegym_db.models.fixed_cache import BUCKET, _copied, bucket_of
 from tilegym_db.models.next_inputs import CapturedForward
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from decoding_models import ENCODER_DECODERS, SPEECH, encoded, in_graphs, made_w
 
 from tilegym_db.models.fixed_cache import FixedCache
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 TEXT = sorted({*ENCODER_DECODERS} - {*SPEECH})

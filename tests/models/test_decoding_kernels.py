@@ -23,7 +23,7 @@ from tilegym_db.models.products import MANY_ROWS, Products, forwards
 from tilegym_db.paths import shipped_root
 from tilegym_db.resolver.hot_path import threads
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 

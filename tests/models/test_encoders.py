@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tilegym_db import Catalog, patch, patched
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 SMALL = {
     "vocab_size": 96,

@@ -40,7 +40,7 @@ UNKNOWN = ["Inkling2Experts"]
 BOUNDED = {"HYV4Experts": "swiglu_limit", "Glm5NextTextExperts": "swiglu_limit"}
 pytestmark = [
     pytest.mark.skipif("hy_v4" not in CONFIG_MAPPING, reason="this transformers has not all of them"),
-    pytest.mark.sweep(4),
+    pytest.mark.sweep,
 ]
 
 

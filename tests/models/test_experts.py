@@ -18,7 +18,7 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER_ACTIVATION
 from tilegym_db.models.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 OTHER_BITS = "the results of its probe are not the bits of moe_experts or moe_experts_gelu_tanh"

@@ -22,7 +22,7 @@ from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
 from tilegym_db.models.parts.experts import SHARDED
 from tilegym_db.paths import shipped_root
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 NAME = "moe_experts_fp8"
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

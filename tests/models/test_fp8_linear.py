@@ -25,7 +25,7 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
 from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
 OTHER_BITS = "the results of its probe are not the bits of {}"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tilegym_db import Catalog, patched
 from tilegym_db.models.gate_product import gate_product, gated_code
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 
 class Gated(nn.Module):

@@ -25,7 +25,7 @@ from tilegym_db.models.parts.head_loss import (
 from tilegym_db.models.parts.loss import OTHER_LABELS, OTHER_LOSS
 from tilegym_db.models.report import CallSiteReport
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OP = "fused_linear_cross_entropy"
 OPTIONS: dict[str, Any] = {"ops": (OP,), "skip_logits": True}

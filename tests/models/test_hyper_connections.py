@@ -14,7 +14,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, HAS_HOOKS, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 STREAMS, HIDDEN = 4, 64
 CONNECTIONS = ("mhc_pre_fused", "mhc_post_hf")

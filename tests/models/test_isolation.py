@@ -22,7 +22,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models import handle
 from tilegym_db.models.operators import make_site
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 
 def transformers_state() -> dict[str, Any]:

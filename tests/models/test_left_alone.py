@@ -16,7 +16,7 @@ from tilegym_db.models import handle as patch_handle
 from tilegym_db.models.call_site import change_class, is_patched, subclass
 from tilegym_db.resolver import device
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller
 

@@ -13,7 +13,7 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.parts.loss import OTHER_LABELS, OTHER_LOSS, OTHER_VOCABULARY
 from tilegym_db.models.report import CallSiteReport
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OPS = ("cross_entropy",)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}

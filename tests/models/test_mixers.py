@@ -25,7 +25,7 @@ from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import causal_conv, delta_rule
 from tilegym_db.models.probe import are_close, matching_definitions
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 MODELS = ("qwen3_5", "qwen3_next")
 PROMPT = ("causal_conv1d", "gated_delta_rule_chunk")

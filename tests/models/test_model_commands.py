@@ -28,7 +28,7 @@ from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.model_runs import read_model_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 TINY = {
     "model_type": "llama",

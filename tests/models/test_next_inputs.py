@@ -14,7 +14,7 @@ from tilegym_db.models import next_inputs
 from tilegym_db.models.decoding import _Generation
 from tilegym_db.models.next_inputs import CACHES, DECODER, are_equal, are_same
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OWN_METHODS = {"falcon_h1", "bamba", "mamba", "mamba2", "falcon_mamba"}
 """Models that prepare their steps themselves."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from tilegym_db import Catalog, patch, patched
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 SMALL = {
     "vocab_size": 96,

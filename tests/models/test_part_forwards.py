@@ -13,7 +13,7 @@ from tilegym_db.models.parts.norm import norm_forward
 from tilegym_db.models.parts.rope import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rope_function
 from tilegym_db.resolver.hot_path import allocate_of
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 DEFINITIONS = CATALOG.definitions
 KEPT = (["weight", "eps"], [0])

@@ -20,7 +20,7 @@ from tilegym_db.records.definition import LIMITS
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 OF_STOCK = """\
     computed = stock.run({inputs})

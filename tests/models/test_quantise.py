@@ -34,7 +34,7 @@ from tilegym_db.models.quantise import (
 )
 from tilegym_db.paths import shipped_root
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 CAST, PRODUCT = "per_token_cast", "gemm_fp8_blockwise"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}

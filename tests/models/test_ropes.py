@@ -19,7 +19,7 @@ from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import rope
 from tilegym_db.models.parts.rope import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rotary_code
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 FUNCTIONS = {
     "rope_half_tables": rotate_by_half_tables,

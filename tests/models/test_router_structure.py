@@ -44,7 +44,7 @@ SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expert
 COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
 pytestmark = [
     pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers has not all of them"),
-    pytest.mark.sweep(4),
+    pytest.mark.sweep,
 ]
 
 

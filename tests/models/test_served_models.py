@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.paths import shipped_root
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

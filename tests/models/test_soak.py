@@ -17,7 +17,7 @@ import torch
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 MIB = 1 << 20
 

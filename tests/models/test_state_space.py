@@ -23,7 +23,7 @@ from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import state_space
 from tilegym_db.models.probe import are_close, matching_definitions
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 PROMPT, STEP = "mamba2_chunk_scan", "mamba2_state_update"
 OPS = (PROMPT, STEP)

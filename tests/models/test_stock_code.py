@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilegym_db import Catalog, patched
 from tilegym_db.models.handle import Handle
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 
 def bypassed(handle: Handle) -> dict[str, set[str]]:

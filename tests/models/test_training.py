@@ -18,7 +18,7 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 BACKWARDS = ("rms_norm_backward", "swiglu_backward", "rope_neox_backward")
 # Kernels and stock round at the same places; what differs is the order of a few sums.

@@ -16,7 +16,7 @@ from lora import adapted
 
 from tilegym_db import Catalog, patch
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.sweep]
 
 STEPS = 20
 ROWS, PARTS = 4, 2

@@ -10,7 +10,7 @@ import transformers
 
 from tilegym_db import Catalog, patched
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 SMALL = {
     "vocab_size": 96,

@@ -13,7 +13,7 @@ import pytest
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--rows", "4", "--tokens", "8"]
 

@@ -31,7 +31,7 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.tuning import TuningStep
 
-EXAMPLES = 400
+EXAMPLES, SOME_EXAMPLES = 400, 100
 LIMIT_S = 5.0
 DEFINITION = SHIPPED.definition("fused_add_rms_norm")
 SOLUTION = next(files for files in SHIPPED.solutions_for("fused_add_rms_norm") if files.record.spec.tunables)
@@ -260,10 +260,11 @@ DAMAGE: list[Callable[[str], bytes]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_damaged_record_is_read_or_refused_by_name(kind: str, tmp_path: Path):
+def test_damaged_record_is_read_or_refused_by_name(kind: str, tmp_path: Path, pytestconfig: pytest.Config):
     folders = (tmp_path / str(number) for number in itertools.count())
+    examples = EXAMPLES if pytestconfig.option.all_records else SOME_EXAMPLES
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(damaged(kind))
     def check(case: tuple[bytes, tuple[Any, ...]]) -> None:
         content, _ = case

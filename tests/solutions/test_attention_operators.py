@@ -15,7 +15,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.resolver.loader import load_verified
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 PREFILL = ("attention_prefill_aten_cudnn", "attention_prefill_aten_efficient", "attention_prefill_aten_flash")
 DECODE = ("attention_decode_aten_flash",)

@@ -15,7 +15,7 @@ from functools import cache
 import pytest
 import torch
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 TOKENS, H, INNER, E, K = 150, 24, 16, 6, 8
 

@@ -16,7 +16,7 @@ from tilegym_db.backends.cutile_interpreter import interpreting
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verification.oracle import oracle
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 
 def _error(name: str, inputs: dict[str, Any], limits: dict[str, int], **config: int) -> float:

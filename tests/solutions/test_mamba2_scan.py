@@ -12,7 +12,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.backends.aot import CompileJob, compile_many
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 NAME = "mamba2_chunk_scan_triton"
 INTERPRETED = """

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from tilegym_db.resolver.loader import load_verified
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 SOLUTION = CATALOG.solution("softmax_triton")
 BLOCKS = 8

@@ -21,7 +21,7 @@ from tvm.target import Target
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 
-pytestmark = pytest.mark.sweep(4)
+pytestmark = pytest.mark.sweep
 
 CHOSEN = re.compile(r"^( *)if \(tl::tl_shuffle_elect<(\d+)>\(\)\) \{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
 """What one thread of so many does."""

@@ -139,22 +139,35 @@ class CatalogReader:
         return self.read_solution(path)
 
     @cached_property
+    def _solution_places(self) -> list[tuple[Path, str]]:
+        """Place of every Solution, sorted by name, with the op type of its family; '' if it has no family."""
+        places = (path for _, path in sorted(self.solution_paths.items()))
+        return [(path, path.parent.parent.name if in_family(path) else "") for path in places]
+
+    @cached_property
     def _solution_paths_of(self) -> dict[str, dict[str, list[Path]]]:
         """Op type -> Definition -> places of its Solutions, sorted by name; an op type is filled on first use."""
         return {}
 
+    @cached_property
+    def _solutions_of(self) -> dict[str, list[SolutionFiles]]:
+        """Definition -> its valid Solutions, sorted by name; filled on first use."""
+        return {}
+
     def solutions_for(self, definition: str) -> list[SolutionFiles]:
         """Return the valid Solutions of one Definition, sorted by name."""
-        op_type = self.definition_paths[definition].parent.name if definition in self.definition_paths else ""
-        found = self._solution_paths_of.get(op_type)
-        if found is None:
-            found = self._solution_paths_of[op_type] = {}
-            for _, path in sorted(self.solution_paths.items()):
-                # Only the records of a family name their Definition; records of other op types need not be read.
-                if not in_family(path) or path.parent.parent.name == op_type:
-                    found.setdefault(definition_at(path), []).append(path)
-        kept = (self._kept(self.read_solution, path) for path in found.get(definition, ()))
-        return [files for files in kept if files is not None]
+        if definition not in self._solutions_of:
+            op_type = self.definition_paths[definition].parent.name if definition in self.definition_paths else ""
+            found = self._solution_paths_of.get(op_type)
+            if found is None:
+                found = self._solution_paths_of[op_type] = {}
+                for path, of_family in self._solution_places:
+                    # Only the records of a family name their Definition; records of other op types need not be read.
+                    if of_family in ("", op_type):
+                        found.setdefault(definition_at(path), []).append(path)
+            kept = (self._kept(self.read_solution, path) for path in found.get(definition, ()))
+            self._solutions_of[definition] = [files for files in kept if files is not None]
+        return list(self._solutions_of[definition])
 
     def solutions_among(self, names: Sequence[str]) -> Mapping[str, SolutionFiles]:
         """Return the valid Solutions of Definitions, by name, and of the Definitions of Solutions; all if no names are given.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -255,6 +256,8 @@ def visible(folder: Path, pattern: str) -> list[Path]:
     a confined worker may not read the root.
     """
     try:
+        if pattern == "*":  # hundreds of folders are listed so, and glob takes several times as long
+            return [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:  # a loop of links, or a folder that cannot be entered
         return []
@@ -361,7 +364,7 @@ def read_record(path: Path) -> Solution:
 
 
 def family_content(content: bytes, path: Path) -> bytes:
-    """Return the part of a ``family.json`` that the validity of the Solution at a place depends on.
+    """Return the part of a ``family.json`` that decides if the Solution at ``path`` is valid.
 
     Raises:
         RecordError: the content cannot be parsed, or the family does not list the Solution once.

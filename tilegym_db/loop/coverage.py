@@ -385,7 +385,7 @@ def _prepare(kind: _Kind, plan: CoveragePlan, done: set[str], room: int) -> None
 
 
 def _expect(kind: _Kind, asked: _Asked, done: set[str], room: int) -> bool:
-    """Expect figures at a call if it can be measured; return False if stock code is expected to be faster there."""
+    """Predict the figures of a call that can be measured; return False if stock code is predicted to be faster."""
     workload, key = asked.question.workload(), asked.request.call.key()
     kind.predicted[key] = None
     if workload.uuid in done or why_too_large(kind.definition, workload, room) is not None:

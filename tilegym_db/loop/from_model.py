@@ -550,11 +550,12 @@ def recommend(
         runs = model_run_rows(store, model_tag(path), slugs)
     called = {call.definition for call in handle.workloads}
     awards = [row for row in awards if row["definition"] in called]
-    verified = [row for row in awards if _is_as_required(row, required)] if required else awards
+    catalog = Catalog.default()
+    verified = [row for row in awards if _is_as_required(row, required, catalog)] if required else awards
     return Recommendation(
         model_tag(path),
         gpu,
-        tuple(match(call, verified, Catalog.default(), gpu, required, awards) for call in handle.workloads),
+        tuple(match(call, verified, catalog, gpu, required, awards) for call in handle.workloads),
         tuple(runs),
     )
 
@@ -577,10 +578,9 @@ def _without_advice() -> Iterator[None]:
         warning_once.cache_clear()  # else a held back warning would count as printed
 
 
-def _is_as_required(award: dict[str, Any], required: Collection[str]) -> bool:
+def _is_as_required(award: dict[str, Any], required: Collection[str], catalog: Catalog) -> bool:
     """Return True if the kernel of an award promises what is required of its bits, and its published trace has it verified."""
-    catalog, name = Catalog.default(), award["definition"]
-    table = table_for(catalog, award["gpu"])
+    name, table = award["definition"], table_for(catalog, award["gpu"])
     if table is None or award["solution"] not in catalog.solution_paths:
         return False
     files, axis = catalog.solution(award["solution"]), catalog.definition(name).batch_axis

@@ -189,11 +189,11 @@ def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: Wa
 def _contents_reason(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
-    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; empty without one.
+    """Return why the last run on a GPU may be slower than what a baseline truly claimed; empty if nothing explains it.
 
-    It is never used for kernels. Some code waits for the device within a call, for example to loop over the experts that
-    its contents name. It then calls other products for each contents, and the first call of each takes longer. Its worker
-    measures this on unseen contents with its own clock; a worker with a false clock repeats its first claim. A call that
+    Only baselines are excused so, never kernels. Some code waits for the device within a call, for example to loop over the
+    experts that its contents name. New contents then call new products, and the first call of each product takes longer.
+    The worker measures this on unseen contents with its own clock; a false clock repeats its first claim. A call that
     caches results would be slower there as well. The result is UNSUPPORTED, not a pass, so a false claim gains nothing.
     """
     unseen = contents.fresh(GPU_CLOCK_ATTEMPTS, 4 * run.calls)

@@ -412,7 +412,7 @@ def _verify_runner(
 
 
 def _decided(runner: Runner, workload: Workload) -> Failure | None:
-    """Return the failure of a runner on a workload if it is known without a call, and so without contents."""
+    """Return the failure of a runner on a workload if it is known before contents are drawn, else None."""
     if runner.handle.broken is not None:
         return runner.handle.broken
     unsupported = runner.unsupported(workload)

@@ -399,7 +399,7 @@ class WallRun:
 
     @property
     def absolute_us(self) -> float:
-        """Time of one call, from the long run less the empty request."""
+        """Time of one call: the long run minus an empty request, divided by the calls."""
         return (self.long_us - self.null_us) / (3 * self.calls)
 
 

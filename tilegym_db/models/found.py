@@ -1,4 +1,4 @@
-"""Groups of modules that play one part in a model, and the code that a Definition says it computes."""
+"""Groups of modules that play one part in a model, and the code of which a Definition says that it computes the same."""
 
 from __future__ import annotations
 

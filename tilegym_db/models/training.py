@@ -105,10 +105,10 @@ class Training:
         return replace(report, keys=tuple(keys))
 
     def _wanted_later(self, inputs: tuple[Any, ...]) -> frozenset[int]:
-        """Return the inputs that need a gradient when this call, made without grad, is repeated with grad.
+        """Return the inputs that will need a gradient if this call is repeated with grad enabled.
 
-        Checkpoints that re-enter autograd repeat calls, and both must compute the same. Activations need a gradient then; a
-        weight states itself if it does.
+        A checkpoint that re-enters autograd repeats the call, and both calls must compute the same. An activation then needs
+        a gradient. A weight needs one if its ``requires_grad`` is set.
         """
         return frozenset(
             index

@@ -206,7 +206,7 @@ def _known_decorators() -> tuple[Any, ...]:
 
 @cache
 def _documenting_decorators() -> tuple[Any, ...]:
-    """Return the decorator that returns the function itself, with another docstring."""
+    """Return the decorators that change the docstring of a function and nothing else."""
     with contextlib.suppress(ImportError):
         from transformers.utils import auto_docstring
 

@@ -1,4 +1,4 @@
-"""Runs one statement of a user on an open store. It must be a single SELECT, and it can be interrupted.
+"""Run one statement of a user on an open store. It must be a single SELECT, and it can be interrupted.
 
 The connection prevents access to anything outside the database: :mod:`tilegym_db.store.database`.
 """

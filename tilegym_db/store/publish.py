@@ -553,7 +553,7 @@ def _files_of(content: bytes, gpu: str) -> Mapping[str, str]:
     wrong = [path for path in lock.files if path != PEAKS_NAME and _TRACES.fullmatch(path) is None]
     if lock.gpu != gpu or not lock.files or wrong:
         raise RecordError(
-            f"its lock is not one of a resolver table of {gpu}{f': it names {wrong[0]!r}' if wrong else ''}.",
+            f"its lock belongs to no resolver table of {gpu}{f': it names {wrong[0]!r}' if wrong else ''}.",
             code="lock_of_other_table",
         )
     try:

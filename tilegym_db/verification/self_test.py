@@ -99,7 +99,10 @@ def _in_one_line(error: RecordError) -> str:
 
 
 def _test_case(definition: Definition, case: Case) -> tuple[list[SelfTestFinding], dict[str, SelfTestFinding]]:
-    """Return the findings at a case, and by label a finding for each planted error without effect here."""
+    """Return the findings at one case, and apart from them those about planted errors, by label.
+
+    A planted error has such a finding if it has no effect at this case.
+    """
     expected = make_oracle_case(definition, case, "cpu")
     if expected is None and (
         broken := broken_constraint(definition, case.call.axes, draw_inputs(definition, case, "cpu"))

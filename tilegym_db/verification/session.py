@@ -521,7 +521,7 @@ class Verification:
         queue, helping = CaseQueue((), len(cases)), list[Future[None]]()
 
         def prove() -> None:
-            """Compute the oracles from the smallest case on, so that the smallest failing case is reported, and soon."""
+            """Compute the oracles in order of size, so that the smallest failing case is reported early."""
             definition, in_turn = self.handle.definition, self.handle.policy.in_turn
             with closing_after_error(queue):
                 for number, case in sorted(enumerate(cases), key=lambda one: _elements(definition, one[1])):

@@ -206,7 +206,7 @@ class _ProjectionNames(ast.NodeTransformer):
 
 
 def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
-    """Return the same function with the gate as a call of :data:`GATE` on the results of the projections."""
+    """Return the function with one change: a call of :data:`GATE` on the projections' results computes the gate."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
     gate, owner = gate_of(function, match), function.args.args[0].arg

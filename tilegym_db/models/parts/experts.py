@@ -193,7 +193,10 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 
 
 def _returns_input(module: Module, match: DefinitionMatch, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if experts without weights add a token's share of its hidden states, alone and beside another expert."""
+    """Return True if an expert without weights adds the token's hidden states times its share.
+
+    It must do so alone and beside another expert.
+    """
     x, ids, weights, *kept = inputs.values()
     ids = torch.cat([ids[:, :1], torch.full_like(ids[:, :1], EXPERTS)], dim=1)
 

@@ -92,7 +92,7 @@ def _before(definition: Definition, known: KnownCode) -> UpstreamOp | None:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Look up the source of the forward and its functions; return one Definition, because each has a separate group."""
+    """Look up the source of the forward and its functions; keep the group's Definition, because each has its own group."""
     forward: Any = found.module_class.forward
     callees = {**(forward.__globals__ if is_plain(forward) else {}), **methods(found.module_class)}
     matches = known.look_up("fp8_linear", forward, callees, "its FP8 forward", {})

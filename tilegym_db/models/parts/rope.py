@@ -460,7 +460,10 @@ def package_of(function: Any) -> str:
 
 
 def possible_codes(function: FunctionType, definitions: Iterable[Definition]) -> list[RotaryCode]:
-    """Return the Definitions with as many heads and tables as a function has arguments, with all ways to call it."""
+    """Return the Definitions that a function may compute, each with all ways to call it.
+
+    Such a Definition has as many heads and as many tables as the function has arguments of each kind.
+    """
     parameters = [
         one for one in inspect.signature(function).parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD
     ]
