@@ -447,6 +447,20 @@ def test_importing_the_store_loads_no_engine_and_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
+    open_store(home, read_only=True, catalog=Catalog((root,))).close()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tilegym_db.catalog import Catalog\n"
+        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries import best_rows\n"
+        f"with open_store(Path({str(home)!r}), read_only=True, catalog=Catalog((Path({str(root)!r}),))) as store:\n"
+        "    best_rows(store)\n"
+        "slow = {'filling', 'definition', 'solution', 'trace', 'workload'}\n"
+        "loaded = {name.rpartition('.')[2] for name in sys.modules if name.startswith('tilegym_db.')}\n"
+        "assert not loaded & slow, loaded & slow\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize(("pages", "limit"), [(1 << 16, "128.0 MiB"), (1 << 30, "2.0 GiB")])
 def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, pages, limit):
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}

@@ -105,11 +105,9 @@ class _Run:
         """Return the number of sizes that were judged, or the first failure."""
         definition, order = self.handle.definition, self.drawn.sample(list(self.shapes), len(self.shapes))
         steps = [Step(self.shapes[size], plan_slot(definition, self.shapes[size]), {}) for size in order]
-        with shared_memory(self.handle, steps) as buffers:
+        with self.handle.mapping(shared_memory(self.handle, steps)) as buffers:
             memory = SequenceMemory(self.handle, buffers, steps)
-            found = memory.attach() or self._calls(memory, order)
-            self.handle.detach()
-        return found
+            return memory.attach() or self._calls(memory, order)
 
     def _calls(self, memory: SequenceMemory, order: Sequence[int]) -> int | Failure:
         """Make a call for each size until time is up."""

@@ -278,10 +278,9 @@ def _many_shapes(
         plan = _moved(plan_slot(handle.definition, shapes[size]), start)
         steps.append(Step(shapes[size], plan, draw_inputs(handle.definition, shapes[size], handle.device)))
         start = plan.size
-    with shared_memory(handle, steps) as buffers:
+    with handle.mapping(shared_memory(handle, steps)) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         outcome = memory.attach() or _rounds(memory, axis, {*lower}, {*upper}, drawn, cache)
-        handle.detach()
     return outcome
 
 
@@ -490,10 +489,9 @@ def _chain(
             inputs = {key: value for key, value in inputs.items() if key != name}
         fed = next(one.offset for one in plan.outputs if one.name == output)
         steps.append(Step(case, plan, inputs))
-    with shared_memory(handle, steps) as buffers:
+    with handle.mapping(shared_memory(handle, steps)) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         failure = memory.attach() or _forward(memory, output, name) or _backward(memory, name, drawn, cache)
-        handle.detach()
     return failure or [f"sequence: a chain of {CHAINED_CALLS} calls from {output} to {name}"]
 
 
@@ -578,10 +576,9 @@ def _equal_sizes(
         plain = replace(empty, call=replace(empty.call, layouts={}), offset=0)
         plan = _moved(plan_slot(handle.definition, plain), start)
         steps.append(Step(plain, plan, draw_inputs(handle.definition, plain, handle.device)))
-    with shared_memory(handle, steps) as buffers:
+    with handle.mapping(shared_memory(handle, steps)) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
         outcome = memory.attach() or _after_odd_calls(memory, judged, others, empty is not None)
-        handle.detach()
     return outcome or [f"sequence: {len(judged)} calls of shapes of equal size, after an error and an empty call"]
 
 

@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -299,19 +299,23 @@ class WorkerHandle:
         )
 
     @contextmanager
-    def memory_for(self, case: Case) -> Iterator[SharedBuffers]:
-        """Allocate the memory of one call, and free it after the block. The block attaches it; the worker detaches afterwards.
+    def mapping(self, buffers: SharedBuffers) -> Iterator[SharedBuffers]:
+        """Free memory after the block. The block attaches it; the worker detaches afterwards.
 
         An error in the block, such as a comparison without memory, must not leave the memory mapped in the worker: that would
         keep it for as long as the worker lives.
         """
-        with SharedBuffers(plan_slot(self.definition, case), 1, self.device) as buffers:
+        with buffers:
             try:
                 yield buffers
             except Exception:
                 self.detach()
                 raise
             self.detach()
+
+    def memory_for(self, case: Case) -> AbstractContextManager[SharedBuffers]:
+        """Allocate the memory of one call, and free it after the block; see :meth:`mapping`."""
+        return self.mapping(SharedBuffers(plan_slot(self.definition, case), 1, self.device))
 
     def detach(self) -> None:
         """Unmap the memory of :meth:`attach`, if the worker is alive."""
