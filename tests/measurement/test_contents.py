@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
+from tilegym_db.measurement.audit import check_fresh_contents
 from tilegym_db.measurement.reproduce import reproduce
+from tilegym_db.measurement.runner import BufferPool
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
@@ -62,6 +65,48 @@ def test_every_timed_set_spreads_its_rows_as_a_model_does() -> None:
 def test_audited_contents_are_spread_like_the_timed_ones() -> None:
     for expected in grouped_gemm(seed=7).fresh(0, 8):
         assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
+
+
+def test_large_fresh_contents_are_drawn_again_when_they_are_used() -> None:
+    kept, large = grouped_gemm(seed=7), grouped_gemm(seed=7)
+    large.kept_bytes = 0
+    for one, other in zip(kept.fresh(0, 6), large.fresh(0, 6), strict=True):
+        assert not other.inputs
+        used = other.with_inputs()
+        assert used.inputs.keys() == one.inputs.keys()
+        assert all(torch.equal(used.inputs[name], value) for name, value in one.inputs.items())
+        assert torch.equal(other.outputs["out"], one.outputs["out"])
+        assert one.with_inputs() is one
+
+
+def test_large_fresh_contents_are_judged_like_others() -> None:
+    contents = grouped_gemm(seed=7)
+    contents.kept_bytes = 0
+    fresh = contents.fresh(0, 4)
+    pool = BufferPool(contents.definition, contents.sets, "cpu", 0)
+    with closing(pool):
+        pool.fill_with(fresh)
+        assert torch.equal(pool.buffers.tensor(1, "x"), fresh[1].with_inputs().inputs["x"])
+    runner: Any = SimpleNamespace(
+        definition=contents.definition, solution=CATALOG.solution("moe_grouped_gemm_stock"), verification=None
+    )
+    right = [{name: value.to(torch.bfloat16) for name, value in expected.outputs.items()} for expected in fresh]
+    assert check_fresh_contents(runner, fresh, right) is None
+    wrong = [right[0], {"out": -right[1]["out"]}, *right[2:]]
+    kernel = SimpleNamespace(**{**vars(runner), "solution": CATALOG.solution("moe_grouped_gemm_triton")})
+    kernel.verification = SimpleNamespace(baseline_check=None)
+    refused = check_fresh_contents(kernel, fresh, wrong)
+    assert isinstance(refused, Failure)
+    assert refused.gate == "fresh contents"
+
+
+def test_contents_that_are_not_timed_are_freed_after_verification() -> None:
+    contents = grouped_gemm(seed=7)
+    before = [str(expected.case) for expected in contents.verified]
+    contents.free_verified()
+    assert [str(expected.case) for expected in contents.verified] == before
+    assert all(expected.inputs for expected in contents.sets)
+    assert not any(expected.inputs or expected.outputs for expected in contents.unusual)
 
 
 def test_other_spreads_are_verified_at_the_shape_but_never_timed() -> None:

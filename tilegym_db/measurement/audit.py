@@ -335,11 +335,14 @@ def check_fresh_contents(
     unless they are too many.
     """
     definition, record = runner.definition, runner.solution.record
-    judged = [judge(definition, record, *one) for one in zip(contents, found, strict=True)]
+    judged = [
+        judge(definition, record, expected.with_inputs(), outputs)
+        for expected, outputs in zip(contents, found, strict=True)
+    ]
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
     few = len(wrong) <= MAX_DROPPED_SHARE * len(contents)
     refuting = (
-        number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number], found[number]))
+        number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number].with_inputs(), found[number]))
     )
     worst = next((judged[number] for number in refuting), None)
     if not isinstance(worst, Failure):

@@ -22,7 +22,7 @@ from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.records.verdicts import UNTIMED_TIERS
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.contents import KEPT_BYTES, ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import give_back_memory, raising_out_of_memory
 from tilegym_db.verification.large import extent_of
@@ -83,6 +83,7 @@ class WorkloadTiming:
             else:
                 timed.append(candidate)
         if timed:
+            contents.free_verified()
             self._time(workload_run, contents, timed)
 
     def _time(
@@ -388,7 +389,7 @@ def audit_long_run(runner: Runner, pool: BufferPool, performance: Performance, s
 
     The outputs are not checked here. The clock audit follows in the same process and checks outputs on fresh contents.
     """
-    slots = range(min(2, pool.slots))
+    slots = range(1 if pool.buffers.plan.size > KEPT_BYTES else min(2, pool.slots))  # each is kept as a copy
     pool.prepare(slots, poison=True)
     watch = _InputWatch(pool, slots)
     watch.start()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,13 +21,15 @@ from tilegym_db.sandbox.limits import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.conditioning import may_be_moved
 from tilegym_db.verification.distributions import BLANK, RANGES, ROW_SCALE, VARIED, allowed_modifiers, vary_scalars
-from tilegym_db.verification.expected import OracleCase, make_oracle_case, make_oracle_cases
-from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
+from tilegym_db.verification.expected import OracleCase, make_oracle_case, make_oracle_cases, tied
+from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
 
 SLOW_ORACLE_S = 0.5
 """Seconds of an oracle above which those of several contents are evaluated together."""
 MAX_FRESH_AT_ONCE = 8
+KEPT_BYTES = 2 << 30
+"""Bytes of inputs above which fresh contents are drawn one at a time, and again when they are used."""
 
 CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
 
@@ -112,6 +116,10 @@ class ExpectedCache:
         with self._phases(MAKE_ORACLE, self._definition.name):
             return make_oracle_case(self._definition, case, self.device, self._blobs)
 
+    def inputs_of(self, case: Case) -> Mapping[str, Any]:
+        """Draw the inputs of a case, without its oracle."""
+        return tied(case, draw_inputs(self._definition, case, self.device, blobs=self._blobs))
+
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
         with self._lock:
@@ -142,6 +150,8 @@ class WorkloadContents:
     """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
+    kept_bytes: int = KEPT_BYTES
+    """Fresh contents with larger inputs are kept without them."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
     _seconds: float = 0.0
@@ -228,11 +238,33 @@ class WorkloadContents:
                 distribution = ranges[(self.seed + number // 2) % len(ranges)] if number % 2 and varies else known_good
                 cases.append(self._case(distribution, _FRESH * (attempt + 1) + number, drawn=self.is_fixed))
             began = time.perf_counter()
-            known += [drawn for drawn in self.cache.several(cases) if drawn is not None]
+            known += self._without_large_inputs(cases) if self._is_large(cases[0]) else self._kept(cases)
             self._seconds += time.perf_counter() - began
             self._drawn += len(cases)
             tried += len(cases)
             self._fresh[attempt] = known, tried
+
+    def _kept(self, cases: Sequence[Case]) -> list[OracleCase]:
+        return [drawn for drawn in self.cache.several(cases) if drawn is not None]
+
+    def _without_large_inputs(self, cases: Sequence[Case]) -> list[OracleCase]:
+        """Return cases with their oracles, of which only one has its inputs in memory at a time."""
+        found = []
+        for case in cases:
+            drawn = self.cache.once(case)
+            if drawn is not None:
+                found.append(drawn.without_inputs(functools.partial(self.cache.inputs_of, case)))
+            del drawn
+        return found
+
+    def _is_large(self, case: Case) -> bool:
+        return sum(tensor.span for tensor in plan_slot(self.definition, case).inputs) > self.kept_bytes
+
+    def free_verified(self) -> None:
+        """Free the memory of contents that are verified and not timed. Call it when every Solution is verified."""
+        self.unusual = [replace(expected, inputs={}, outputs={}) for expected in self.unusual]
+        if self.other is not None:
+            self.other = replace(self.other, inputs={}, outputs={})
 
     @property
     def is_fixed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,8 +43,18 @@ class OracleCase:
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
+    redraw: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
+    """Draws the inputs again, if they are not kept; see :meth:`without_inputs`."""
     uncertainties: Uncertainties = field(default_factory=Uncertainties, init=False, compare=False)
     """Of its elements, as far as a comparison has asked for them."""
+
+    def without_inputs(self, redraw: Callable[[], Mapping[str, Any]]) -> OracleCase:
+        """Return the case without the memory of its inputs, which ``redraw`` draws again."""
+        return replace(self, inputs={}, redraw=redraw)
+
+    def with_inputs(self) -> OracleCase:
+        """Return the case with its inputs: this one if it has them, else one that is gone after its use."""
+        return self if self.redraw is None else replace(self, inputs=self.redraw(), redraw=None)
 
 
 @contextmanager
