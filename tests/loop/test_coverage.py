@@ -91,14 +91,6 @@ def test_points_beyond_the_memory_give_way_to_slices() -> None:
     assert sum(point.answers for point in experts) > 0
 
 
-def test_calls_that_no_gpu_measured_are_planned_apart() -> None:
-    asked = [one for one in V3 if one.definition == "mla_prefill"]
-    plan = plan_coverage(asked, "h200")
-    assert plan.points
-    assert not any(point.basis for point in plan.points)
-    assert (plan.expected_share(), plan.unsure) == (plan.share, len(asked))
-
-
 def test_gpu_without_traces_has_no_plan() -> None:
     with raises(HardwareError, "gpu_without_traces", "h20"):
         plan_coverage(LLAMA, "h20")
@@ -170,6 +162,17 @@ def norm(checkout: Path, home: Path) -> Catalog:
     }  # fmt: skip
     write_table(home / "published" / "cpu", [entry], home, sm="cpu")
     return catalog
+
+
+def test_calls_that_no_gpu_measured_are_planned_apart(norm: Catalog, checkout: Path) -> None:
+    """With another meaning, nothing is known about the speed of its kernels on any GPU."""
+    path = checkout / "definitions/norm/rms_norm.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "version": "9.0.0", "constraints": [*record["constraints"], "N >= 2"]}))
+    plan = plan_coverage(TINY, "cpu", catalog=Catalog.default(), costs=COSTS)
+    assert plan.points
+    assert not any(point.basis for point in plan.points)
+    assert (plan.expected_share(), plan.unsure) == (plan.share, len(TINY))
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def test_graph_with_the_operator_computes_unserved_calls(shop: Any, logits: Any,
 
 
 def counts(handle: Any) -> dict[str, Any]:
-    return {site.definition: site.counts for site in handle.report().sites}
+    return {site.definition: site.counts for site in handle.report().sites if site.counts is not None}
 
 
 def test_inductor_runs_kernels_between_its_own_code(kernels: Catalog, build: Any) -> None:
