@@ -76,7 +76,7 @@ def _launch(q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out, BLOCK_H, num_
         q, k, q_weight, k_weight, cos, sin, q_out, k_out,
         *q.stride()[:3], *k.stride()[:3], cos_b, cos.stride(1), sin_b, sin.stride(1),
         *q_out.stride()[:3], *k_out.stride()[:3],
-        eps, S, q_heads, k_heads, D // 2, BLOCK_H, CENTRED, num_warps=num_warps,
+        eps, S, q_heads, k_heads, D // 2, BLOCK_H, CENTRED, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
