@@ -49,7 +49,7 @@ def command(
     catalog = Catalog.default(warns=False)
     if update_lock:
         catalog = with_new_locks(catalog)
-    drafts, added = divided(names or ())
+    drafts, added = divided(names or (), catalog)
     if architecture:
         from tilegym_db.loop.architecture import architecture_findings
 

@@ -44,23 +44,30 @@ def check(
     for name in names:
         check_kind(name, (str, Path), "check takes names of records and paths of drafts")
     catalog = catalog or Catalog.default(warns=False)
-    drafts, added = divided(names)
+    drafts, added = divided(names, catalog)
     findings = [finding for path in drafts for finding in draft_findings(path, catalog)]
     if added or not drafts:
         findings += catalog_findings(catalog, added, on_note, runs=not static)
     return findings
 
 
-def divided(names: Sequence[str | Path]) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the drafts, which are given as paths, and the names of records in the catalog."""
-    drafts = [Path(name) for name in names if _is_path(name)]
-    return drafts, tuple(str(name) for name in names if not _is_path(name))
+def divided(names: Sequence[str | Path], catalog: Catalog) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the drafts, which are given as paths, and the names of records in the catalog.
+
+    A name without a slash is that of a record; if there is none, it may be that of a draft's folder.
+    """
+    records = {*catalog.definition_paths, *catalog.solution_paths}
+    is_draft = [_is_path(name) or (name not in records and _is_draft(name)) for name in names]
+    drafts = [Path(name) for name, is_one in zip(names, is_draft, strict=True) if is_one]
+    return drafts, tuple(str(name) for name, is_one in zip(names, is_draft, strict=True) if not is_one)
 
 
 def _is_path(name: str | Path) -> bool:
-    if isinstance(name, Path) or "/" in name or name.endswith(".json"):
-        return True
-    return (Path(name) / RECORD_FILE).is_file()  # the folder of a draft, as `new definition` makes it
+    return isinstance(name, Path) or "/" in name or name.endswith(".json")
+
+
+def _is_draft(name: str | Path) -> bool:
+    return (Path(name) / RECORD_FILE).is_file()  # as `new definition` makes it
 
 
 # ---- Records of the catalog -----------------------------------------------------------------------------
