@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tilegym_db import Catalog, patch, patched
+from tilegym_db.models.call_site import AUTOCAST
+from tilegym_db.models.parts.norm import CAST_CALLS
 
 pytestmark = pytest.mark.sweep
 
@@ -308,6 +311,28 @@ def test_autocast_returns_the_dtypes_of_stock(kernels: Catalog) -> None:
     assert found.dtype == stock.dtype
     assert torch.equal(found, stock)
     assert not hits_of(handle)
+
+
+def test_a_norm_of_torch_is_left_to_autocast(kernels: Catalog) -> None:
+    model, x = torch.nn.Sequential(torch.nn.RMSNorm(16, eps=1e-6), torch.nn.LayerNorm(16)).eval(), torch.randn(3, 16)
+    with torch.no_grad(), patched(model, catalog=kernels) as handle:
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                model(x)
+    assert hits_of(handle) == {"rms_norm_fp32": 1, "layer_norm": 1}
+    assert [site.bypassed for site in handle.report().sites] == [{AUTOCAST: 1}] * 2
+
+
+def test_autocast_on_a_gpu_returns_these_norms_in_float32() -> None:
+    was = torch.is_autocast_enabled("cuda")
+    with FakeTensorMode():
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            dtypes = {name: getattr(torch.nn.functional, name)(x, (8,)).dtype for name in CAST_CALLS}
+        finally:
+            torch.set_autocast_enabled("cuda", was)
+    assert dtypes == dict.fromkeys(CAST_CALLS, torch.float32)
 
 
 @pytest.mark.slow
