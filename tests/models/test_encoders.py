@@ -259,6 +259,25 @@ def test_one_graph_calls_the_kernel_of_an_activation(activation: Any, definition
     assert hits_of(handle)[definition] == 1
 
 
+def test_methods_of_other_objects_are_settings_of_their_own(kernels: Catalog) -> None:
+    def model_of(*ways: str) -> Any:
+        modules = [transformers.activations.GELUActivation() for _ in ways]
+        for module, way in zip(modules, ways, strict=True):
+            module.act = torch.nn.GELU(approximate=way).forward
+        return torch.nn.Sequential(*modules).eval()
+
+    x = torch.randn(7, 16)
+    for ways, changed in ((("none", "tanh"), "none"), (("none",), "tanh")):
+        model = model_of(*ways)
+        with torch.no_grad(), patched(model, catalog=kernels) as handle:
+            stock = model_of(*ways)
+            assert torch.equal(model(x), stock(x))
+            assert hits_of(handle)["gelu"] == 1
+            for one in (model, stock):
+                one[0].act = torch.nn.GELU(approximate=changed).forward
+            assert torch.equal(model(x), stock(x))
+
+
 def test_activation_with_other_maths_stays_stock(kernels: Catalog) -> None:
     model, x = own(transformers.activations.ACT2FN["gelu_python"])
     stock = model(x)
