@@ -139,4 +139,8 @@ def test_contents_in_turn_that_stock_code_fails_are_replaced(make: Any) -> None:
         subject.baseline_check = BaselineCheck(lambda stock=stock: stock)
         outcome = verified(subject)
         assert isinstance(outcome, VerifiedWorkload) == excused, outcome
+        if isinstance(outcome, VerifiedWorkload):
+            assert outcome.is_other_excused
+            ((_, fuzz),) = subject.fuzz_outcomes.items()
+            assert [*{*outcome.fuzz.dropped} - {*fuzz.dropped}] == [f"{alone.case}: stock code fails it as well"]
         subject.baseline_check.close()

@@ -470,6 +470,29 @@ def test_removing_gives_the_class_back_and_frees_the_caches(model):
     assert decoding.report().cache_bytes == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("token", range(4))
+def test_removing_while_a_token_is_streamed_frees_all(token, name):
+    class Removing(transformers.generation.streamers.BaseStreamer):
+        seen = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            if self.seen == token:
+                decoding.remove()
+            self.seen += 1
+
+        def end(self) -> None:
+            pass
+
+    stock, model, options = made(name), made(name), {"max_new_tokens": 20, "do_sample": False}
+    decoding = in_graphs(model)
+    found = model.generate(prompt(1, WINDOW - 4), streamer=Removing(), **options)
+    assert torch.equal(found, stock.generate(prompt(1, WINDOW - 4), **options))
+    assert type(model) is type(stock)
+    assert decoding.report().cache_bytes == 0
+    assert (decoding.report().replayed > 0) == (token > 1)
+
+
 def test_after_removal_below_another_class_generation_is_stock(model):
     decoding = in_graphs(model)
     model.__class__ = type("Wrapped", (type(model),), {})

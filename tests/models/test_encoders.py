@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tilegym_db import Catalog, patch, patched
+from tilegym_db.models.call_site import AUTOCAST
+from tilegym_db.models.parts.norm import CAST_CALLS
 
 pytestmark = pytest.mark.sweep
 
@@ -256,6 +259,25 @@ def test_one_graph_calls_the_kernel_of_an_activation(activation: Any, definition
     assert hits_of(handle)[definition] == 1
 
 
+def test_methods_of_other_objects_are_settings_of_their_own(kernels: Catalog) -> None:
+    def model_of(*ways: str) -> Any:
+        modules = [transformers.activations.GELUActivation() for _ in ways]
+        for module, way in zip(modules, ways, strict=True):
+            module.act = torch.nn.GELU(approximate=way).forward
+        return torch.nn.Sequential(*modules).eval()
+
+    x = torch.randn(7, 16)
+    for ways, changed in ((("none", "tanh"), "none"), (("none",), "tanh")):
+        model = model_of(*ways)
+        with torch.no_grad(), patched(model, catalog=kernels) as handle:
+            stock = model_of(*ways)
+            assert torch.equal(model(x), stock(x))
+            assert hits_of(handle)["gelu"] == 1
+            for one in (model, stock):
+                one[0].act = torch.nn.GELU(approximate=changed).forward
+            assert torch.equal(model(x), stock(x))
+
+
 def test_activation_with_other_maths_stays_stock(kernels: Catalog) -> None:
     model, x = own(transformers.activations.ACT2FN["gelu_python"])
     stock = model(x)
@@ -308,6 +330,28 @@ def test_autocast_returns_the_dtypes_of_stock(kernels: Catalog) -> None:
     assert found.dtype == stock.dtype
     assert torch.equal(found, stock)
     assert not hits_of(handle)
+
+
+def test_a_norm_of_torch_is_left_to_autocast(kernels: Catalog) -> None:
+    model, x = torch.nn.Sequential(torch.nn.RMSNorm(16, eps=1e-6), torch.nn.LayerNorm(16)).eval(), torch.randn(3, 16)
+    with torch.no_grad(), patched(model, catalog=kernels) as handle:
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                model(x)
+    assert hits_of(handle) == {"rms_norm_fp32": 1, "layer_norm": 1}
+    assert [site.bypassed for site in handle.report().sites] == [{AUTOCAST: 1}] * 2
+
+
+def test_autocast_on_a_gpu_returns_these_norms_in_float32() -> None:
+    was = torch.is_autocast_enabled("cuda")
+    with FakeTensorMode():
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            dtypes = {name: getattr(torch.nn.functional, name)(x, (8,)).dtype for name in CAST_CALLS}
+        finally:
+            torch.set_autocast_enabled("cuda", was)
+    assert dtypes == dict.fromkeys(CAST_CALLS, torch.float32)
 
 
 @pytest.mark.slow

@@ -43,3 +43,18 @@ def test_some_cases_of_stock_code_are_dropped(status: str, count: int, is_stock:
 def test_one_failure_that_is_not_excused_refuses() -> None:
     found = conclude_fuzz(FuzzOutcome(), PAIRS, failures(1, status="RUNTIME_ERROR", excused=False), is_stock=True)
     assert isinstance(found, Failure)
+
+
+@pytest.mark.parametrize(("fails", "passed"), [("first", [2.0]), ("other", [1.0, 2.0])])
+def test_a_call_that_was_not_made_counts_nowhere(fails: str, passed: list[float]) -> None:
+    def case(rows: int, eps: float, contents: str) -> OracleCase:
+        return OracleCase(Case(Call("op", {"N": rows}, {}, {}, {"eps": eps}), contents), {}, {}, {})
+
+    first, other = case(1, 1.0, "normal"), case(1, 9.0, "wide")
+    pairs = [(first, other), (case(2, 2.0, "normal"), None)]
+    at = first if fails == "first" else other
+    failure = Failure("INCORRECT_NUMERICAL", "at a case", case=at.case, verdict=PASSED, excused=True)
+    found = conclude_fuzz(FuzzOutcome(), pairs, [failure])
+    assert isinstance(found, FuzzOutcome)
+    assert [call["eps"] for call in found.scalars] == passed
+    assert (len(found.passed), len(found.dropped)) == (len(passed), 1)

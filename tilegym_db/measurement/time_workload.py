@@ -239,7 +239,7 @@ class WorkloadTiming:
     ) -> None:
         verified, runner, definition = candidate.verified, candidate.runner, workload_run.plan.definition
         calls = [*verified.fuzz.scalars, contents.workload.scalars()]
-        if contents.other is not None:
+        if contents.other is not None and not verified.is_other_excused:
             calls.append(contents.other.case.call.scalars)
         ranges = scalar_ranges(definition, calls)
         reached = extent_of(definition, verified.fuzz.large)

@@ -30,7 +30,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from tilegym_db.models.cache_writes import Writes
-from tilegym_db.models.call_site import AUTOCAST, CallSite, change_class, has_hooks, subclass
+from tilegym_db.models.call_site import AUTOCAST, UNPATCHED, CallSite, change_class, has_hooks, subclass
 from tilegym_db.models.fixed_cache import (
     FixedCache,
     bucket_of,
@@ -212,6 +212,8 @@ class Decoding:
             state = _state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
             if model.device.type != self.kind:
                 return f"the model has moved from {self.kind} to {model.device.type}"
+            if not self.is_open:  # graphs would outlive remove(), which has freed all there were
+                return UNPATCHED
             if state != self._state:  # graphs would read weights that the model does not have any more
                 self._caches, self._state = OrderedDict(), state
             numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()

@@ -214,8 +214,10 @@ def conclude_fuzz(
         return (refuted or excused)[0]
     lost = {str(failure.case) for failure in excused}
     fuzz.dropped += [f"{failure.case}: stock code fails it as well" for failure in excused]
-    for pair in proving:
-        cases = [expected.case for expected in pair if expected is not None and str(expected.case) not in lost]
+    for first, other in proving:
+        if str(first.case) in lost:
+            continue  # so the call that follows it was not made
+        cases = [one.case for one in (first, other) if one is not None and str(one.case) not in lost]
         fuzz.passed += [str(case) for case in cases]
         fuzz.scalars += [case.call.scalars for case in cases]
     return fuzz
@@ -240,6 +242,8 @@ class VerifiedWorkload(ShapeResult):
     """A pass of one workload: its own shape, and the fuzz cases."""
 
     fuzz: FuzzOutcome
+    is_other_excused: bool = False
+    """True if stock code fails the contents of the second call too, which then prove nothing."""
 
 
 @dataclass(frozen=True)
@@ -630,16 +634,18 @@ class Verification:
 
     def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> VerifiedWorkload | Failure:
         found = self.ahead.take(self.handle, contents) or check_own_shape(self.handle, contents)
-        other = contents.other
+        other, is_excused = contents.other, False
         if isinstance(found, Failure) and other is not None and found.case == other.case:
             found = self._excused(found, other, None)
-            if found.excused:  # the call between two equal ones has the contents of a timed set then
-                fuzz.dropped.append(f"{found.case}: stock code fails it as well")
+            is_excused = found.excused
+            if is_excused:  # the call between two equal ones has the contents of a timed set then
+                # The fuzz cases are those of other workloads too, which this case is none of.
+                fuzz = replace(fuzz, dropped=[*fuzz.dropped, f"{found.case}: stock code fails it as well"])
                 found = self.handle.load() or check_own_shape(self.handle, contents, contents.sets[-1])
         if isinstance(found, Failure):
             return found
         found.verdict.cases += len(fuzz.passed)
-        return VerifiedWorkload(found.verdict, found.outputs, fuzz)
+        return VerifiedWorkload(found.verdict, found.outputs, fuzz, is_excused)
 
 
 def max_fuzz_workers(host_share: int) -> int:

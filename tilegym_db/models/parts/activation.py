@@ -61,21 +61,26 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
 def settings(module: Module) -> tuple[tuple[str, Hashable], ...]:
     """Return the public attributes of an instance except for its mode, sorted by name."""
     own = [(name, value) for name, value in vars(module).items() if not name.startswith(HIDDEN_FROM_SETTINGS)]
-    return tuple((name, _setting(value)) for name, value in sorted(own, key=_name) if name != "training")
+    return tuple((name, _setting(value, module)) for name, value in sorted(own, key=_name) if name != "training")
 
 
 def _name(item: tuple[str, Any]) -> str:
     return item[0]
 
 
-def _setting(value: Any) -> Hashable:
-    """Return a plain value itself, a partial function by its parts, a method by its function, and others by identity."""
+def _setting(value: Any, module: Module) -> Hashable:
+    """Return a plain value itself, a partial function by its parts, a method of the module by its function, others by identity.
+
+    The method of another object has the settings of that object.
+    """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, functools.partial):
-        named = tuple((name, _setting(value.keywords[name])) for name in sorted(value.keywords))
-        return id(value.func), tuple(map(_setting, value.args)), named
-    return id(value.__func__ if isinstance(value, MethodType) else value)
+        named = tuple((name, _setting(value.keywords[name], module)) for name in sorted(value.keywords))
+        return id(value.func), tuple(_setting(one, module) for one in value.args), named
+    if isinstance(value, MethodType):
+        return id(value.__func__), None if value.__self__ is module else id(value.__self__)
+    return id(value)
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
@@ -102,11 +107,15 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of an activation: x [..., I] -> [..., I]."""
     ((found, site),) = calls
     probed = vars(found.modules[0])
-    return activation_forward(stock, site, {name: probed[name] for name, _ in settings(found.modules[0])})
+    values = {name: probed[name] for name, _ in settings(found.modules[0])}
+    return activation_forward(stock, site, values, found.modules[0])
 
 
-def is_same(value: Any, probed: Any) -> bool:
-    """Return True for the same setting, as :func:`_setting` tells them apart. torch.compile can trace it."""
+def is_same(value: Any, probed: Any, module: Module, of: Module) -> bool:
+    """Return True for the same setting of a module and of a probed one, as :func:`_setting` tells them apart.
+
+    torch.compile can trace it.
+    """
     if isinstance(probed, PLAIN):
         return isinstance(value, PLAIN) and value == probed
     if isinstance(probed, functools.partial):
@@ -115,19 +124,23 @@ def is_same(value: Any, probed: Any) -> bool:
             and value.func is probed.func
             and len(value.args) == len(probed.args)
             and value.keywords.keys() == probed.keywords.keys()
-            and all([is_same(one, other) for one, other in zip(value.args, probed.args, strict=True)])
-            and all([is_same(value.keywords[name], other) for name, other in probed.keywords.items()])
+            and all([is_same(one, other, module, of) for one, other in zip(value.args, probed.args, strict=True)])
+            and all([is_same(value.keywords[name], other, module, of) for name, other in probed.keywords.items()])
         )
     if isinstance(probed, MethodType):
-        return isinstance(value, MethodType) and value.__func__ is probed.__func__
+        if not isinstance(value, MethodType) or value.__func__ is not probed.__func__:
+            return False
+        return value.__self__ is module if probed.__self__ is of else value.__self__ is probed.__self__
     return value is probed
 
 
-def activation_forward(stock: Callable[..., Any], site: CallSite, probed: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the forward; ``probed`` are the settings by name at the time of the probe."""
+def activation_forward(
+    stock: Callable[..., Any], site: CallSite, probed: Mapping[str, Any], of: Module
+) -> Callable[..., Any]:
+    """Return the forward; ``probed`` are the settings by name at the time of the probe, ``of`` the module with these."""
 
     def is_as_probed(self: Any) -> bool:
-        return all([is_same(getattr(self, name, None), value) for name, value in probed.items()])
+        return all([is_same(getattr(self, name, None), value, self, of) for name, value in probed.items()])
 
     def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
         if _is_compiling():

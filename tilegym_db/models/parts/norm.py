@@ -42,8 +42,8 @@ EPSILONS = (0.0, 1e-2)
 """A number between them in the code of a norm is its epsilon."""
 SHAPE = "normalized_shape"
 """The attribute with the only size that a norm of torch.nn takes."""
-CAST_CALL = torch.nn.functional.layer_norm.__name__
-"""The norm that autocast computes, and returns, in float32. Its stock code copies an input that is not contiguous."""
+CAST_CALLS = frozenset((torch.nn.functional.layer_norm.__name__, torch.nn.functional.rms_norm.__name__))
+"""The norms that autocast on a GPU computes, and returns, in float32. Stock code copies an input that is not contiguous."""
 GATE = "gate"
 """The second argument of a norm with a gate."""
 
@@ -275,7 +275,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 def is_cast(cls: type[Module]) -> bool:
     """Return True if autocast changes the dtype that the forward of a norm returns."""
-    return CAST_CALL in names_in_code(cls.forward)
+    return not CAST_CALLS.isdisjoint(names_in_code(cls.forward))
 
 
 def norm_forward(

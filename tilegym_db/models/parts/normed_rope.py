@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.call_site import HAS_HOOKS, CallSite, has_hooks, unpatched_class
+from tilegym_db.models.call_site import AUTOCAST, HAS_HOOKS, CallSite, has_hooks, is_autocast, unpatched_class
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -168,6 +168,7 @@ def normed_rope_function(
         kept: returns the weight and the epsilon of a norm.
     """
     of_queries, of_keys = place.norms
+    is_cast = norm_part.is_cast(norm_class)
 
     def serve(self: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         norms = getattr(self, of_queries), getattr(self, of_keys)
@@ -176,6 +177,8 @@ def normed_rope_function(
             return None
         if any(unpatched_class(norm) is not norm_class or has_hooks(norm) for norm in norms):
             site.bypass(HAS_HOOKS)
+        elif is_cast and is_autocast(q):
+            site.bypass(AUTOCAST)
         elif eps != other:
             site.bypass(OTHER_NORMS)
         elif q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or sin.dim() != 3:
