@@ -342,7 +342,9 @@ def check_fresh_contents(
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
     few = len(wrong) <= MAX_DROPPED_SHARE * len(contents)
     refuting = (
-        number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number].with_inputs(), found[number]))
+        number
+        for number in wrong
+        if not (few and _matches_stock_outputs(runner, contents[number].with_inputs(), found[number]))
     )
     worst = next((judged[number] for number in refuting), None)
     if not isinstance(worst, Failure):

@@ -322,7 +322,14 @@ Layers = Annotated[int | None, typer.Option(help="Keep only the first so many la
 Sequences = Annotated[int, typer.Option("--batch", help="Sequences.")]
 PromptTokens = Annotated[int, typer.Option(help="Random tokens of each sequence.", min=1, max=MAX_PROMPT_TOKENS)]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.", min=0)]
-Rounds = Annotated[int, typer.Option(help="Interleaved rounds of stock and patched; fewer than 8 give no interval, and are not published.", min=1, max=100_000)]
+Rounds = Annotated[
+    int,
+    typer.Option(
+        help="Interleaved rounds of stock and patched; fewer than 8 give no interval, and are not published.",
+        min=1,
+        max=100_000,
+    ),
+]
 
 
 def finite_seconds(value: float | None) -> float | None:
