@@ -100,7 +100,7 @@ def test_large_fresh_contents_are_judged_like_others() -> None:
     assert refused.gate == "fresh contents"
 
 
-def test_contents_that_are_not_timed_are_freed_after_verification() -> None:
+def test_untimed_contents_are_freed_after_verification() -> None:
     contents = grouped_gemm(seed=7)
     before = [str(expected.case) for expected in contents.verified]
     contents.free_verified()
