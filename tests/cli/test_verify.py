@@ -6,7 +6,7 @@ import pytest
 
 from tilegym_db.measurement import machine
 
-WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
+WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1:] = 0\n"
 
 
 @pytest.fixture(autouse=True)

@@ -253,7 +253,7 @@ def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkey
         if drawn:
             gc.collect()
             still_there.append(drawn[0]() is not None)
-        if case.call.axes["M"] == 5:
+        if case.call.axes == SIZES[1]["axes"]:  # of one workload; small shapes that are drawn may have its rows alone
             inputs = torch.empty(1000)
             drawn.append(weakref.ref(inputs))
             raise torch.OutOfMemoryError("not enough memory")

@@ -269,8 +269,8 @@ def _source(solution: SolutionFiles) -> bytes:
     )
     if entry == "run":
         return source
-    # The entry may call the function that the file names "run", which gets another name.
-    return re.sub(rb"\brun\(", b"run_of_family(", source) + f"\n\nrun = {entry}\n".encode()
+    # The entry may call the function that the file names "run", or be one that a decorator returns: all get another name.
+    return re.sub(rb"(?<!\.)\brun\b", b"run_of_family", source) + f"\n\nrun = {entry}\n".encode()
 
 
 @dataclass(frozen=True)

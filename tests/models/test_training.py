@@ -318,7 +318,8 @@ stock = gradients()
 with tilegym_db.patched(model) as handle:
     found = gradients()
 errors = {name: float((found[name] - value).norm() / value.norm()) for name, value in stock.items()}
-print(json.dumps({"errors": errors, "hits": handle.report().hits()}))
+report = handle.report()
+print(json.dumps({"errors": errors, "hits": report.hits(), "failures": [str(failure) for failure in report.failures]}))
 """
 
 
@@ -332,6 +333,7 @@ def test_a_model_trains_on_the_triton_kernels_themselves(shop: Any) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
+    assert answer["failures"] == []
     served = {"rms_norm": 5, "swiglu": 2, "rope_neox": 2}
     assert {op: answer["hits"][op] for op in served} == served
     assert {op: answer["hits"][f"{op}_backward"] for op in served} == served

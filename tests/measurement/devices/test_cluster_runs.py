@@ -29,7 +29,7 @@ ray_cluster = pytest.importorskip("ray.cluster_utils")
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11, 20, 33))
-WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
+WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1:] = 0\n"
 BLOCKED = """def run(x, weight, factor, out, *, ROWS=2):
     for row in range(0, x.shape[0], ROWS):
         out[row : row + ROWS] = x[row : row + ROWS] * weight * factor

@@ -31,7 +31,7 @@ BLOCKED = """def run(x, weight, factor, out, *, ROWS=2):
     for row in range(0, x.shape[0], ROWS):
         out[row : row + ROWS] = x[row : row + ROWS] * weight * factor
 """
-WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
+WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1:] = 0\n"
 
 
 def supervisors() -> list[int]:
