@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verification import session
@@ -21,6 +23,7 @@ def test_fuzz_cases_are_checked_by_their_size(operator, monkeypatch):
 
     class Handle:
         definition = operator()
+        solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides="other")))
 
         class policy:
             in_turn = False
