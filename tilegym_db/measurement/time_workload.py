@@ -187,6 +187,7 @@ class WorkloadTiming:
             if isinstance(found, Failure):
                 return found
             owned = found
+        unchecked = ""
         try:
             with raising_out_of_memory():
                 with phases(LONG_RUN, name):
@@ -198,8 +199,6 @@ class WorkloadTiming:
                     wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
             unchecked = f"its time cannot be checked on this machine: {error}"
-        else:
-            unchecked = ""
         if unchecked:
             give_back_memory(self.context.machine.device)
             return Failure("UNSUPPORTED", unchecked)

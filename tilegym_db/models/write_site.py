@@ -32,13 +32,8 @@ def layers_of_fixed_size(model: Any) -> int:
 
     try:
         cache: Any = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2)
-    except (
-        AttributeError,
-        KeyError,
-        NotImplementedError,
-        TypeError,
-    ):  # its steps run without graphs for the same reason
-        return 0
+    except (AttributeError, KeyError, NotImplementedError, TypeError):
+        return 0  # its steps run without graphs for the same reason
     return sum(1 for layer in cache.layers if is_known(type(layer)))
 
 

@@ -42,9 +42,8 @@ def _mix(
     # What no expert has is -inf, and adds nothing to a sum; a row past the last is all zeros.
     least = tl.where(experts < E, 0.0, float("-inf"))
     scores = tl.load(scores_ptr + rows * scores_stride + experts, mask=mask, other=0.0).to(tl.float32) + least
-    edge = (
-        tl.full([BLOCK_M, 1], limit, tl.float32).to(T).to(tl.float32)
-    )  # PyTorch compares with a number of the dtype of the scores
+    # PyTorch compares with a number of the dtype of the scores.
+    edge = tl.full([BLOCK_M, 1], limit, tl.float32).to(T).to(tl.float32)
     best = tl.max(scores, axis=1, keep_dims=True)
     first = _first_of(scores, best, experts, E)
     left = tl.where(experts == first, float("-inf"), scores)
