@@ -5,10 +5,29 @@ import triton
 import triton.language as tl
 
 
+# Values are ranked as integers that compare as they do, so that a NaN is the largest, as in PyTorch.
+LEAST = tl.constexpr(-(2**31))  # below the integer of every value
+LOWEST = tl.constexpr(-0x7F800001)  # the integer of -inf
+
+
 @triton.jit
-def _first_of(values, best, experts, E: tl.constexpr):
-    """The smallest expert with the value ``best``; one that exists also if a NaN hides them all."""
-    return tl.minimum(tl.min(tl.where(values == best, experts, E), axis=1, keep_dims=True), E - 1)
+def _ordered(values):
+    """int32 of float32: equal for -0.0 and 0.0, above that of infinity for a NaN."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(values != values, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _first_of(ranks, experts, E: tl.constexpr):
+    """The smallest expert of the highest rank."""
+    best = tl.max(ranks, axis=1, keep_dims=True)
+    return tl.min(tl.where(ranks == best, experts, E), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _value_of(values, expert, experts):
+    """The value of one expert of each row."""
+    return tl.sum(tl.where(experts == expert, values, 0.0), axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -44,11 +63,12 @@ def _mix(
     scores = tl.load(scores_ptr + rows * scores_stride + experts, mask=mask, other=0.0).to(tl.float32) + least
     # PyTorch compares with a number of the dtype of the scores.
     edge = tl.full([BLOCK_M, 1], limit, tl.float32).to(T).to(tl.float32)
-    best = tl.max(scores, axis=1, keep_dims=True)
-    first = _first_of(scores, best, experts, E)
+    ranks = tl.where(experts < E, _ordered(scores), LEAST)
+    first = _first_of(ranks, experts, E)
+    best = _value_of(scores, first, experts)
     left = tl.where(experts == first, float("-inf"), scores)
-    next_best = tl.max(left, axis=1, keep_dims=True)
-    second = _first_of(left, next_best, experts, E)
+    second = _first_of(tl.where(experts == first, LOWEST, ranks), experts, E)
+    next_best = _value_of(left, second, experts)
     there = rows < M
     weights, ids = weights_ptr + rows * weights_stride, ids_ptr + rows * ids_stride
     tl.store(weights, _share(scores, scores, best, edge, T), mask=there)
@@ -83,16 +103,15 @@ def _choose(
     terms = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
     total = tl.broadcast_to(tl.sum(terms, axis=1, keep_dims=True), terms.shape)
     shares = tl.div_rn(terms, total).to(T).to(tl.float32)
-    left = tl.where(experts < E, shares, -1.0)  # below every probability
+    ranks = tl.where(experts < E, _ordered(shares), LEAST)
     choices = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.int32)
     chosen = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
     for k in range(K):
-        best = tl.max(left, axis=1, keep_dims=True)
-        first = _first_of(left, best, experts, E)
-        left = tl.where(experts == first, -1.0, left)
+        first = _first_of(ranks, experts, E)
+        ranks = tl.where(experts == first, LEAST, ranks)
         ids = tl.where(choices == k, first, ids)
-        chosen = tl.where(choices == k, best, chosen)
+        chosen = tl.where(choices == k, _value_of(shares, first, experts), chosen)
     if RENORMALISE:
         sums = tl.sum(chosen, axis=1, keep_dims=True).to(T).to(tl.float32)
         sums = (sums + 1e-20).to(T).to(tl.float32)
