@@ -57,6 +57,7 @@ from tilegym_db.models.next_inputs import (
     names_of,
     prepares_as_transformers,
 )
+from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize
 from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
@@ -77,6 +78,8 @@ class DecodingReport:
         cache_bytes: memory of the caches of fixed size that exist now.
         stock: reason -> generations that ran without graphs, or steps if it names a step.
         followed: replays that copied only the new token, because the replay before had left the other inputs.
+        prompts: graphs captured of prompts, each for a batch size and a length.
+        replayed_prompts: forwards of prompts that were replays.
     """
 
     captured: int
@@ -84,6 +87,8 @@ class DecodingReport:
     cache_bytes: int
     stock: Mapping[str, int]
     followed: int = 0
+    prompts: int = 0
+    replayed_prompts: int = 0
 
     def summary(self) -> str:
         """Return the figures and reasons in words, one a line."""
@@ -92,6 +97,8 @@ class DecodingReport:
         lines = [
             f"generate in CUDA graphs: {self.replayed} steps replayed from {self.captured} graphs, {only_token}; {held}"
         ]
+        if self.prompts:
+            lines.append(f"prompts in CUDA graphs: {self.replayed_prompts} replayed from {self.prompts} graphs")
         return "\n".join(
             [*lines, *(f"without graphs, {count} times: {reason}" for reason, count in self.stock.items())]
         )
@@ -113,6 +120,7 @@ class Decoding:
         capture: Capture | None = None,
         replayed: Replays = replayed,
         writes: CallSite | None = None,
+        prompts: PromptGraphs | None = None,
     ) -> None:
         """Capture nothing yet.
 
@@ -121,7 +129,9 @@ class Decoding:
             capture: makes a graph of a forward; by default a CUDA graph.
             replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
             writes: the call site of writes into a cache; None if stock code writes.
+            prompts: the graphs of prompts; None if prompts run as before.
         """
+        self.prompts = prompts
         self._writes = writes
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
@@ -129,7 +139,7 @@ class Decoding:
         self.kind = next((parameter.device.type for parameter in model.parameters()), "")
         self._caches: OrderedDict[Any, FixedCache] = OrderedDict()
         self._state: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
         self._captured = self._replayed = self._followed = 0
@@ -151,7 +161,7 @@ class Decoding:
         """Install graphs in a model that generates on a GPU, and return them; return None for other models."""
         if not cls.fits(model):
             return None
-        decoding = cls(model, replayed=replayed, writes=writes)
+        decoding = cls(model, replayed=replayed, writes=writes, prompts=PromptGraphs(captured, replayed))
         decoding.install()
         return decoding
 
@@ -181,11 +191,17 @@ class Decoding:
         if model is not None and ours is not None and type(model) is ours:
             change_class(model, ours.__mro__[1])
         self._caches.clear()
+        if self.prompts is not None:
+            self.prompts.clear()
 
     def report(self) -> DecodingReport:
         """Return what the graphs have done so far."""
         cache_bytes = sum(cache.bytes for cache in self._caches.values())
-        return DecodingReport(self._captured, self._replayed, cache_bytes, dict(self._stock), self._followed)
+        stock, prompts = dict(self._stock), (0, 0)
+        if self.prompts is not None:
+            stock |= dict.fromkeys(self.prompts.reasons(), 1)
+            prompts = self.prompts.captured, self.prompts.replayed
+        return DecodingReport(self._captured, self._replayed, cache_bytes, stock, self._followed, *prompts)
 
     @property
     def generations(self) -> list[_Generation]:
@@ -199,11 +215,8 @@ class Decoding:
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
-    def lease(self, batch: int, length: int, dynamic: Any) -> FixedCache | str:
-        """Return a cache for one generation, which gives it back at its end, or the reason for none.
-
-        ``dynamic`` is the cache of transformers so far: it has the classes and sizes of the layers.
-        """
+    def why_not_now(self) -> str:
+        """Return the reason why the model cannot have graphs as it is; empty if it can. Graphs of another state are dropped."""
         model = self.model
         with self._lock:
             modules = _submodules(model)
@@ -216,6 +229,19 @@ class Decoding:
                 return UNPATCHED
             if state != self._state:  # graphs would read weights that the model does not have any more
                 self._caches, self._state = OrderedDict(), state
+                if self.prompts is not None:
+                    self.prompts.clear()
+        return ""
+
+    def lease(self, batch: int, length: int, dynamic: Any) -> FixedCache | str:
+        """Return a cache for one generation, which gives it back at its end, or the reason for none.
+
+        ``dynamic`` is the cache of transformers so far: it has the classes and sizes of the layers.
+        """
+        model = self.model
+        with self._lock:
+            if reason := self.why_not_now():
+                return reason
             numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
             length = bucket_of(length) if keeps_keys(dynamic) else 0  # states have one size
             key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics
@@ -313,6 +339,16 @@ class _Generation:
     """The arguments that grow with each token, at the length of the whole generation."""
     expected: dict[str, Any] | None = None
     """The inputs of the next step, if all but the new token are those that the last replay left."""
+    prompt_size: PromptSize | None = None
+    """The size of the prompt, whose graph has the memory of the cache that transformers made."""
+
+    def first(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Run the forward of the prompt."""
+        prompts = self.decoding.prompts
+        if prompts is None or not self.may_use_graphs or self.prompt_size is not None:
+            return model(**inputs)
+        outputs, self.prompt_size = prompts.run(model, inputs, self.decoding.why_not_now)
+        return outputs
 
     def step(self, *_: Any, **inputs: Any) -> Any:
         """Run the forward of one new token."""
@@ -402,12 +438,28 @@ class _Generation:
         self.arguments, self.grown = {}, {}
 
     def close(self) -> None:
-        """Give the cache back; one that failed is not used again."""
+        """Give the caches back; one that failed is not used again."""
+        if self.prompt_size is not None:
+            self.prompt_size.lock.release()
+            self.prompt_size = None
         if self.cache is not None:
             self.cache.given = self.cache.mask = None
             if self.cache.failed:
                 self.cache.free()
             self.cache.in_use = False
+
+
+class _Prompted:
+    """The model for the method of transformers that runs the prompt: a call of it is a forward of the prompt."""
+
+    def __init__(self, model: Any, generation: _Generation) -> None:
+        self._model, self._generation = model, generation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self._model(*args, **inputs) if args else self._generation.first(self._model, inputs)
 
 
 def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
@@ -455,12 +507,26 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
         found: Callable[..., Any] = stock.get_compiled_call(self, *args, **kwargs)
         return found
 
+    @functools.wraps(stock._prefill)
+    def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = decoding.generations[-1] if decoding.generations else None
+        caller = self if generation is None or decoding.prompts is None else _Prompted(self, generation)
+        return stock._prefill(caller, *args, **kwargs)
+
     return {
         "generate": generate,
+        **({"_prefill": prefill} if _runs_prompts_as_transformers(stock) else {}),
         "_prepare_cache_for_generation": prepare,
         "_valid_auto_compile_criteria": may_compile,
         "get_compiled_call": compiled_call,
     }
+
+
+def _runs_prompts_as_transformers(base: Any) -> bool:
+    from transformers import GenerationMixin
+
+    own = getattr(base, "_prefill", None)
+    return own is not None and own is getattr(GenerationMixin, "_prefill", None)
 
 
 def _preparing_methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
