@@ -220,12 +220,13 @@ def running(meter: Meter, rows: set[str]) -> Iterator[None]:
 
 def products(model: Any, cache: Any, catalog: Catalog, meter: Meter) -> AbstractContextManager[Any]:
     """Return a context that counts the products of a decode step as parts, if ``generate`` runs that step in a graph."""
-    name = Operators.of(catalog).one
+    operators = Operators.of(catalog)
+    name = operators.one
     config = getattr(model, "generation_config", None)
     with without_autocast():
         if name is None or config is None or why_stock(model, config, {CACHES[0]: cache}, "greedy_search"):
             return contextlib.nullcontext()
-    return Products(meter, model.parameters(), name, MAX_ROWS)
+    return Products(meter, model.parameters(), name, operators.biased, MAX_ROWS)
 
 
 def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[str, Taken], set[str]]:
@@ -250,10 +251,10 @@ def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[
     return taken, rows
 
 
-def summary(taken: Mapping[str, Taken], rows: set[str], product: str | None) -> dict[str, Any]:
+def summary(taken: Mapping[str, Taken], rows: set[str], products: tuple[str | None, ...]) -> dict[str, Any]:
     """Return the shares of each stage, and the classes of modules that take much time and have no row.
 
-    ``product`` is the Definition of a product of a linear layer, whose share is also given alone.
+    ``products`` are the Definitions of a product of a linear layer, whose share is also given alone.
     """
     found: dict[str, Any] = {}
     missing: dict[str, float] = {}
@@ -271,7 +272,7 @@ def summary(taken: Mapping[str, Taken], rows: set[str], product: str | None) -> 
         found[stage] = {
             "us": round(1e6 * total, 1),
             "recognised": round(sum(parts.values()), 4),
-            "products": round(parts[product or ""], 4),
+            "products": round(sum(parts[one] for one in products if one), 4),
             "library": round(library, 4),
             "parts": {name: round(share, 4) for name, share in parts.most_common()},
             "others": {name: round(share, 4) for name, share in others.most_common() if share >= LARGE},
@@ -313,12 +314,13 @@ def main() -> None:
     options = parser.parse_args()
     entries = json.loads(POPULARITY.read_text(encoding="utf-8"))
     catalog, found, failed = Catalog.default(), dict[str, Any](), dict[str, str]()
-    product = Operators.of(catalog).one
+    operators = Operators.of(catalog)
+    linear = (operators.one, operators.biased)
     warnings.simplefilter("ignore")
     print(f"{'architecture':24} prefill library  decode library  largest parts of the rest")
     for kind in options.architectures or (sorted({*entries, *CONFIG_MAPPING}) if options.all else entries):
         try:
-            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog), product)
+            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog), linear)
         except Exception as error:  # code of models refuses its own defaults, or the meta device, in many ways
             failed[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"{kind}: {failed[kind]}", file=sys.stderr)

@@ -148,28 +148,35 @@ class FusedAttention(TorchFunctionMode):
 class Products(TorchFunctionMode):
     """Products of linear layers in a ``with`` block as a recognised part, as a graph of a decoding step has them."""
 
-    def __init__(self, meter: Meter, weights: Iterable[torch.Tensor], definition: str, rows: int) -> None:
+    def __init__(
+        self, meter: Meter, weights: Iterable[torch.Tensor], definition: str, biased: str | None, rows: int
+    ) -> None:
         """Count at a meter.
 
         Args:
             weights: the parameters of the model.
             definition: the Definition of a product.
+            biased: that of a product with a bias.
             rows: the most rows of an input that is not left to the library.
         """
         super().__init__()
-        self._meter, self._definition, self._rows = meter, definition, rows
+        self._meter, self._definition, self._biased, self._rows = meter, definition, biased, rows
         self._weights = {id(weight) for weight in weights}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a product without bias and of few rows as the part; run every function as it is."""
+        """Count a product of few rows as the part; run every function as it is."""
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.linear:
+        if func is torch.nn.functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+        elif func is torch.Tensor.matmul:
+            x, weight, bias = args[0], args[1]._base, None
+        else:
             return func(*args, **kwargs)
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        x, weight = given["input"], given["weight"]
+        name = self._definition if bias is None else self._biased
         is_few = x.numel() // max(1, x.shape[-1]) <= self._rows
-        is_part = is_few and given.get("bias") is None and id(weight) in self._weights and not self._meter.is_in_part
-        with self._meter.recognised(self._definition) if is_part else contextlib.nullcontext():
+        is_part = is_few and name and id(weight) in self._weights and not self._meter.is_in_part
+        with self._meter.recognised(name) if is_part else contextlib.nullcontext():
             return func(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ All kernels are stock code, so tokens must be those of the stock model.
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def make_launches_slow(shop: Any, *ops: str) -> None:
 
 KERNELS = {
     "gemm": "out.copy_(linear(a, b))",
+    "gemm_bias": "out.copy_(linear(a, b, bias))",
     "gemm_qkv": "[out.copy_(linear(x, w)) for out, w in ((q, wq), (k, wk), (v, wv))]",
     "gemm_swiglu": "out.copy_(silu(linear(x, wg)) * linear(x, wu))",
 }
@@ -169,6 +171,37 @@ def test_fused_products_give_the_tokens_of_stock(
     if name in ("llama", "qwen3", "mistral"):
         assert hits["gemm_swiglu"] > 2 * 40
         assert not forwards
+
+
+@pytest.mark.usefixtures("in_graphs")
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss"])
+def test_products_with_a_bias_give_the_tokens_of_stock(
+    name: str, shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    stock, model = build(name), build(name)
+    handle = patch(model, catalog=offer_products(shop, "gemm", "gemm_bias"))
+    for ids in (prompt(), prompt(3, 5)):
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    found = products(handle)
+    assert found["gemm_bias"].modules == sum(
+        isinstance(one, torch.nn.Linear) and one.bias is not None for one in stock.modules()
+    )
+    assert min(handle.report().hits()[name] for name in ("gemm", "gemm_bias")) > 0
+    assert {key.axes["M"] for key in found["gemm_bias"].counts.keys} == {1, 3}
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_product_with_a_transposed_weight_is_one(shop: Any, prompt: Callable[..., torch.Tensor]) -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    config = FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+    stock = FalconForCausalLM(config).eval()
+    model = copy.deepcopy(stock)
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    assert torch.equal(model.generate(prompt(), **OPTIONS), stock.generate(prompt(), **OPTIONS))
+    sizes = {(key.axes["N"], key.axes["K"]) for key in products(handle)["gemm"].counts.keys}
+    assert {(96, 64), (64, 64), (256, 64), (64, 256)} <= sizes
 
 
 @pytest.mark.usefixtures("in_graphs")

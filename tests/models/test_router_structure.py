@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
-from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, UNDESCRIBED, choices
+from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, OTHER_BIAS, UNDESCRIBED, choices
 
 EXPERTS, HIDDEN, CHOSEN = 8, 64, 3
 # class -> (module of transformers, type of its config, the Definition of its choice)
@@ -33,12 +33,12 @@ ROUTERS = {
     "AXK2TopkRouter": ("axk2", "axk2", "topk_sigmoid_bias_groups"),
     "Mistral4TopkRouter": ("mistral4", "mistral4", "topk_softmax_rounded"),
     "MistralLarge4TextTopkRouter": ("mistral_large4", "mistral_large4_text", "topk_softmax"),
+    "Ernie4_5_MoeTopKRouter": ("ernie4_5_moe", "ernie4_5_moe", "topk_softmax_bias"),
+    "LongcatFlashTopkRouter": ("longcat_flash", "longcat_flash", "topk_softmax_bias"),
+    "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe", "topk_sigmoid_bias_rounded"),
 }
 OTHERS = {
     "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),
-    "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe"),
-    "Ernie4_5_MoeTopKRouter": ("ernie4_5_moe", "ernie4_5_moe"),
-    "LongcatFlashTopkRouter": ("longcat_flash", "longcat_flash"),
 }
 SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
@@ -53,7 +53,9 @@ def router(name: str, dtype: torch.dtype = torch.float32) -> Any:
     folder, kind = {**OTHERS, **{key: value[:2] for key, value in ROUTERS.items()}}[name]
     known = CONFIG_MAPPING[kind]().to_dict()
     sizes = {one: EXPERTS for one in SIZES if one in known} | {one: CHOSEN for one in COUNTS if one in known}
-    config = CONFIG_MAPPING[kind](**{**sizes, "hidden_size": HIDDEN, "n_group": 1, "topk_group": 1})
+    config = CONFIG_MAPPING[kind](
+        **{**sizes, "hidden_size": HIDDEN, "n_group": 1, "topk_group": 1, "zero_expert_num": 0}
+    )
     module = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
@@ -174,6 +176,27 @@ def test_compiled_code_has_the_operator_or_stock_operations(name: str, smallest:
     assert handle.report().kernel_calls == int(smallest == 1)
 
 
+def test_a_bias_of_a_submodule_with_a_hook_is_left_to_stock(kernels: Catalog) -> None:
+    module, calls = router("Ernie4_5_MoeTopKRouter"), []
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        hook = module.moe_statics.register_forward_hook(lambda *_: calls.append(1))
+        found = call(module)
+        hook.remove()
+        assert_same(call(module), found)
+    (site,) = handle.report().sites
+    assert (dict(site.bypassed), handle.report().kernel_calls, len(calls)) == ({CHANGED: 1}, 1, 1)
+
+
+def test_a_bias_that_the_code_does_not_widen_is_left_to_stock(kernels: Catalog) -> None:
+    module = router("Lfm2MoeTopKRouter", torch.bfloat16)
+    states, bias = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(EXPERTS, dtype=torch.bfloat16)
+    with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        module(states, bias)
+        module(states, bias.float())
+    (site,) = handle.report().sites
+    assert (dict(site.bypassed), handle.report().kernel_calls) == ({OTHER_BIAS: 1}, 1)
+
+
 def flipped(self: Any, hidden_states: torch.Tensor) -> Any:
     logits = torch.nn.functional.linear(hidden_states, self.weight)
     weights, ids = torch.topk(logits, self.top_k)
@@ -215,7 +238,8 @@ LONGCAT = {
     **LATENT,
     "num_layers": 2,
     "num_key_value_heads": 4,
-    "n_routed_experts": EXPERTS,
+    "num_local_experts": EXPERTS - 2,
+    "n_routed_experts": EXPERTS - 2,
     "zero_expert_num": 2,
     "moe_topk": CHOSEN,
     "ffn_hidden_size": 48,
@@ -225,7 +249,10 @@ LONGCAT = {
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "minimax_m2": ({}, {"topk_sigmoid_bias_groups": 8, "moe_experts": 8}),
     "granitemoe": ({}, {"topk_then_softmax": 8, "moe_experts": 8}),
-    "longcat_flash": (LONGCAT, {"moe_experts": 4}),  # a layer has two attentions and one mixture
+    "longcat_flash": (
+        LONGCAT,
+        {"moe_experts": 4, "topk_softmax_bias": 4},
+    ),  # a layer has two attentions and one mixture
 }
 
 

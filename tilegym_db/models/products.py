@@ -1,10 +1,11 @@
 """Products of linear layers in decoding steps that a CUDA graph replays. Eager code leaves them to PyTorch.
 
 A mode of PyTorch sees the calls of ``torch.nn.functional.linear`` in one forward: the eager step before a capture, or the
-capture itself. A call without bias and of few rows asks for a kernel of the Definition of one linear layer
+capture itself. A call of few rows asks for a kernel of the Definition of one linear layer with or without a bias
 (``serving.linear``). Hooks and subclasses of ``Linear`` need no rule, because only the function inside of their forward is
-replaced. The weight must be a parameter of the model, because a generation only notices then if it was replaced. Quantised
-and distributed weights, and those that a module computes, stay stock.
+replaced. A product with the transpose of a weight, ``x @ weight.T``, is the same call. Weight and bias must be parameters of
+the model, because a generation only notices then if they were replaced. Quantised and distributed weights, and those that a
+module computes, stay stock.
 
 Three products of one input, such as queries, keys and values, may be one call. The first eager step shows them: three calls in a
 row whose input is the same object. Later the first call computes all three, and the other two take their results.
@@ -37,6 +38,8 @@ MAX_ROWS = 16
 MANY_ROWS = f"more than {MAX_ROWS} rows"
 
 _linear = torch.nn.functional.linear
+_matmul = torch.Tensor.matmul
+"""The function that PyTorch names for ``x @ y``."""
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -47,26 +50,29 @@ class Operators(NamedTuple):
     three: str | None
     gated: Mapping[str, str]
     """Definition of a gate -> the Definition of the gate with the two products before it."""
+    biased: str | None = None
+    """The Definition of one product with a bias."""
 
     @classmethod
     def of(cls, catalog: Catalog) -> Operators:
         """Return the Definitions of a catalog that compute linear layers."""
-        alone: dict[int, str] = {}
+        alone: dict[tuple[int, bool], str] = {}
         gated: dict[str, str] = {}
         for name in sorted(catalog.definitions):
             serving = catalog.definition(name).serving
             if serving is None or serving.linear is None:
                 continue
             if serving.linear.gate is None:
-                alone.setdefault(serving.linear.count, name)
+                alone.setdefault((serving.linear.count, bool(serving.linear.bias)), name)
             elif serving.linear.count == 2:
                 gated.setdefault(serving.linear.gate, name)
-        return cls(alone.get(1), alone.get(3), gated)
+        return cls(alone.get((1, False)), alone.get((3, False)), gated, alone.get((1, True)))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all Definitions, those of single products first."""
-        return tuple(name for name in (self.one, self.three, *self.gated.values()) if name is not None)
+        found = (self.one, self.three, *self.gated.values(), self.biased)
+        return tuple(name for name in found if name is not None)
 
 
 @dataclass(eq=False)
@@ -101,8 +107,12 @@ class Products:
         self.sites: dict[str, CallSite] = {}
         self.rows: list[tuple[CallSiteReport, CallSite | None]] = []
         self.groups: dict[int, _Group] = {}
-        count = sum(1 for module in model.modules() if isinstance(module, torch.nn.Linear) and module.bias is None)
-        for name in self.operators.names if count else ():
+        layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        without = sum(layer.bias is None for layer in layers)
+        for name in self.operators.names:
+            count = len(layers) - without if name == self.operators.biased else without
+            if not count:
+                continue
             reason = why_not(name)
             site = None if reason else replay_site(catalog, name, check=check)
             self.rows.append((CallSiteReport(KIND, LINEAR, count, name, reason), site))
@@ -189,12 +199,27 @@ class _Forward(TorchFunctionMode):
             out = self._product(*args, **given)
             if out is not None:
                 return out
+        elif function is _matmul and not given and not _is_compiling() and not self._runs_kernel:
+            weight = self._transposed(*args)
+            out = None if weight is None else self._product(args[0], weight)
+            if out is not None:
+                return out
         return function(*args, **given)
+
+    def _transposed(self, x: Any, other: Any) -> torch.Tensor | None:
+        """Return the weight whose transpose is the second factor; None if that is no transpose of a weight."""
+        weight = other._base if type(other) is torch.Tensor and other.dim() == 2 else None
+        if weight is None or id(weight) not in self._weights or weight.dim() != 2:
+            return None
+        is_transpose = other.shape == weight.shape[::-1] and other.stride() == weight.stride()[::-1]
+        return weight if is_transpose and other.storage_offset() == weight.storage_offset() else None
 
     def _product(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
         """Return the product by a kernel; None if stock code must compute it. The names are those of PyTorch."""
         if bias is not None:
-            return None
+            matrix = self._matrix(input, weight, bias) if self._operators.biased in self._sites else None
+            out = None if matrix is None else self._ask(self._operators.biased, matrix, weight, bias)
+            return None if out is None else out.view(*input.shape[:-1], out.shape[-1])
         matrix = self._matrix(input, weight)
         if matrix is None:
             return None

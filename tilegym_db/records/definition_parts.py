@@ -198,10 +198,12 @@ class ModelCode(RecordPart):
 
 
 class LinearLayers(RecordPart):
-    """Linear layers without bias on the same rows, as the first input and then a weight for each layer in the order of calls."""
+    """Linear layers on the same rows, as the first input and then a weight for each layer in the order of calls."""
 
     count: int = Field(ge=1)
     """The number of layers."""
+    bias: Flag = False
+    """True if the bias of the layer, which is the only one, is the last input; without it, layers have no bias."""
     gate: str | None = None
     """The Definition that takes the results of the layers as its inputs, if this one computes it too."""
 

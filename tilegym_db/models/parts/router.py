@@ -27,6 +27,7 @@ from tilegym_db.models.call_site import (
     NOT_PLAIN,
     NOT_ROWS,
     CallSite,
+    has_hooks,
     shadow_function,
     unpatched_class,
 )
@@ -62,15 +63,11 @@ SPACING = 1 / 32
 BIAS = 0.1
 WORDS = 8
 """Tokens in the vocabulary of the probe; each has a row in a table."""
-CUT, WIDENED, ROUNDED = "cut", "widened", "rounded"
-"""Constants of code that was recognised by its structure: the number of its choice, and 1 if scores are widened to float32 first
-or if weights are rounded to the dtype of the hidden states."""
+CUT, WIDENED, ROUNDED, WIDE_BIAS = "cut", "widened", "rounded", "wide_bias"
+"""Constants of code that was recognised by its structure: the number of its choice, and 1 if scores are widened to float32 first,
+if weights are rounded to the dtype of the hidden states, or if only a bias in float32 is widened by the code as well."""
 NO_CHOICE = "no definition computes its choice of experts"
-SOFTMAX_BIAS = "no definition ranks the probabilities of a softmax with a bias"
 UNDESCRIBED = {
-    "3dc8000204bca3b3": SOFTMAX_BIAS,
-    "f584e6f708caa17e": SOFTMAX_BIAS,
-    "4073140514fef0ba": "no definition ranks sigmoids that are rounded to the dtype of the model",
     "dc8414c29eaa9ebe": "its scores are probabilities already, and no definition takes those",
     "e2f6bd664e82c954": "no definition adds a bias to scores before their sigmoid",
     "8990a5f32a9e98a5": "no definition ranks sigmoids without a bias",
@@ -78,9 +75,9 @@ UNDESCRIBED = {
     "a4ce3525a9b15fc5": "its score function is a module, which may have hooks",
     "7de8fb037d883b26": "no definition ranks sigmoids with a bias in groups without a factor",
 }
-"""Known code that no Definition describes: ERNIE 4.5, LongCat-Flash, LFM2, Gemma 4, Kolibri 1, Flint, Inkling 2, Muse
-Spark, Beam."""
+"""Known code that no Definition describes: Gemma 4, Kolibri 1, Flint, Inkling 2, Muse Spark, Beam."""
 CHANGED = "its settings changed after the probe"
+OTHER_BIAS = "its bias is not in float32"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -311,20 +308,46 @@ def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
     """Return the first Definition that makes a choice of a router's code, with its attributes; None if there is none."""
     forward: Any = type(module).forward
     for place, choice in enumerate(choices(forward)):
-        recorded = [_recorded(module, choice, is_wide=wide) for wide in (False, True)]
+        recorded = _all_recorded(module, choice)
         for definition in known.definitions("router"):
             for code in _codes(module, definition, choice, place):
                 match = DefinitionMatch(definition, code)
                 if _fits(module, match, recorded, known) and _is_fixed(module, match, choice):
                     other = _with_other_settings(module, match)
-                    if _fits(other, match, [_recorded(other, choice, is_wide=wide) for wide in (False, True)], known):
-                        return match
+                    changed = _all_recorded(other, choice)
+                    if _fits(other, match, changed, known):
+                        return _with_constants(other, match, changed, known)
     return None
+
+
+def _with_constants(
+    other: Module, match: DefinitionMatch, changed: Sequence[_Recorded | str], known: KnownCode
+) -> DefinitionMatch:
+    """Return a match with 1.0 for each number that the code does not depend on, such as the least divisor of no division.
+
+    Args:
+        other: the router with changed settings.
+        match: a match that fits it.
+        changed: the calls of the changed router.
+        known: what the Definitions state.
+    """
+    for name in match.code.attributes:
+        if match.definition.inputs[name].dtype not in FLOATS or not match.definition.inputs[name].is_scalar:
+            continue
+        attributes = {key: value for key, value in match.code.attributes.items() if key != name}
+        code = match.code.model_copy(
+            update={"attributes": attributes, "constants": {**match.code.constants, name: 1.0}}
+        )
+        if _fits(other, match._replace(code=code), changed, known):
+            match = match._replace(code=code)
+    return match
 
 
 def _fits(module: Module, match: DefinitionMatch, recorded: Sequence[_Recorded | str], known: KnownCode) -> bool:
     """Return True if a Definition computes the recorded weights and ids from the scores, in bf16 and in float32."""
     for one in recorded:
+        if match.code.constants[WIDE_BIAS] and not isinstance(one, str) and one.bias != torch.float32:
+            continue
         inputs = one if isinstance(one, str) else _inputs_of(module, match, one)
         if isinstance(one, str) or isinstance(inputs, str):
             return False
@@ -346,7 +369,7 @@ def _inputs_of(module: Module, match: DefinitionMatch, recorded: _Recorded) -> d
     inputs = {scores: recorded.scores.float() if match.code.constants[WIDENED] else recorded.scores}
     for name in others:
         if not match.definition.inputs[name].is_scalar:
-            inputs[name] = recorded.arguments[match.attribute(name)].float()
+            inputs[name] = recorded.arguments[match.attribute(name)].float().reshape(-1)
         elif reason := match.why_no_number(module, name):
             return reason
         else:
@@ -381,7 +404,7 @@ def _others(module: Module, match: DefinitionMatch, choice: Choice) -> tuple[str
 
 def probed_choice(module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a router's own code in float32 up to the end of its choice."""
-    recorded = _recorded(module, choice_of(type(module).forward, match), is_wide=True)
+    recorded = _recorded(module, choice_of(type(module).forward, match), torch.float32, torch.float32)
     inputs = recorded if isinstance(recorded, str) else _inputs_of(module, match, recorded)
     if isinstance(recorded, str) or isinstance(inputs, str):
         return inputs if isinstance(inputs, str) else NO_CHOICE
@@ -397,27 +420,40 @@ def choice_function(site: CallSite, found: ModuleGroup, choice: Choice) -> Calla
     names = list(definition.inputs)[1:]
     passed = {name: given[match.attribute(name)] for name in names if match.attribute(name) in given}
     tensors = [place for place, name in enumerate(names) if not definition.inputs[name].is_scalar]
+    held = [(place, match.attribute(names[place])) for place in tensors if names[place] not in passed]
+    children = {source: type(child) for _, source in held if (child := found.modules[0]._modules.get(source))}
     fixed = _others(found.modules[0], match, choice)
     probed = {tuple(getattr(module, name) for name in fixed) for module in found.modules}
     is_widened, is_rounded = bool(code.constants[WIDENED]), bool(code.constants[ROUNDED])
+    has_wide_bias = bool(code.constants[WIDE_BIAS])
+
+    def why_stock(module: Any, scores: torch.Tensor, others: Sequence[Any], biases: Sequence[Any]) -> str:
+        if type(scores) is torch.Tensor and not scores.is_meta and torch.is_autocast_enabled(scores.device.type):
+            return AUTOCAST
+        if fixed and tuple([getattr(module, name) for name in fixed]) not in probed:
+            return CHANGED
+        if any(type(child := module._modules[name]) is not cls or has_hooks(child) for name, cls in children.items()):
+            return CHANGED
+        if len(others) != len(given) or type(scores) is not torch.Tensor or scores.dim() != 2:
+            return NOT_ROWS
+        if any(not isinstance(bias, torch.Tensor) for bias in biases):
+            return NOT_PLAIN
+        return OTHER_BIAS if has_wide_bias and any(bias.dtype != torch.float32 for bias in biases) else ""
 
     def route(module: Any, scores: torch.Tensor, states: torch.Tensor, *others: Any) -> Any:
         is_compiling = _is_compiling()
-        reason = ""
-        if type(scores) is torch.Tensor and not scores.is_meta and torch.is_autocast_enabled(scores.device.type):
-            reason = AUTOCAST
-        elif fixed and tuple([getattr(module, name) for name in fixed]) not in probed:
-            reason = CHANGED
-        elif len(others) != len(given) or type(scores) is not torch.Tensor or scores.dim() != 2:
-            reason = NOT_ROWS
+        inputs = [others[passed[name]] if name in passed else match.value(module, name) for name in names]
+        for place, source in held:
+            inputs[place] = _held_tensor(module, source)
+        reason = why_stock(module, scores, others, [inputs[place] for place in tensors])
         if reason or (not is_compiling and site.falls_back(module.training, scores)):
             if reason and not is_compiling:
                 site.bypass(reason)
             return None
         wide = scores.float() if is_widened else scores
-        inputs = [others[passed[name]] if name in passed else match.value(module, name) for name in names]
         for place in tensors:
-            inputs[place] = inputs[place].float()  # a bias of lower precision was probed too
+            bias = inputs[place].float()  # a bias of lower precision was probed too
+            inputs[place] = bias if bias.dim() == 1 else bias.reshape(-1)
         if is_compiling:
             operator = site.traced(module.training, wide, *[inputs[place] for place in tensors])
             if operator is None:
@@ -433,26 +469,42 @@ def choice_function(site: CallSite, found: ModuleGroup, choice: Choice) -> Calla
     return route
 
 
+def _held_tensor(module: Any, source: str) -> Any:
+    """Return the tensor that a module has as an attribute, or that a submodule of that name has; None if there is none."""
+    value = getattr(module, source, None)
+    return next(iter(_tensors_of(value).values()), None) if isinstance(value, Module) else value
+
+
 class _Recorded(NamedTuple):
-    """The arguments and biases of a probed forward, the dtype of its states, and scores, weights and ids after its choice."""
+    """The arguments and biases of a probed forward, the dtypes of its states and biases, and scores, weights and ids after its
+    choice."""
 
     states: torch.dtype
+    bias: torch.dtype
     arguments: Mapping[str, Any]
     scores: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
 
 
-def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | str:
-    """Run a router's own code with drawn weights, in float32 if ``is_wide``, else in bf16; or return the reason if it fails."""
+def _all_recorded(module: Module, choice: Choice) -> list[_Recorded | str]:
+    """Return the probed calls of a router in bf16, in float32, and in bf16 with biases in float32."""
+    return [
+        _recorded(module, choice, dtype, bias)
+        for dtype, bias in ((torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32))
+    ]
+
+
+def _recorded(module: Module, choice: Choice, dtype: torch.dtype, bias: torch.dtype) -> _Recorded | str:
+    """Run a router's own code with drawn weights and biases of these dtypes, or return the reason if it fails."""
     weight = product_of(module)
     assert weight is not None, "the group was found by its product"
-    experts, dtype = weight.shape[0], torch.float32 if is_wide else torch.bfloat16
-    twin, draw = _twin(module, dtype), Draw(device_of(module))
+    experts = weight.shape[0]
+    twin, draw = _twin(module, bias), Draw(device_of(module))
     ranks = torch.stack([draw(experts).float().argsort() for _ in range(TOKENS)], dim=1) - experts // 2
     step = 2.0 ** math.floor(math.log2(RANGE / max(1, experts // 2)))
     scores = step * ranks.float() / 2.0 ** (torch.arange(TOKENS, device=ranks.device) % STEPS)
-    if is_wide:
+    if dtype == torch.float32:
         scores[:, -1] -= FAR
     holder = _holder(twin)
     assert holder is not None, "the group was found by its product"
@@ -465,8 +517,9 @@ def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | s
         for name, value in holder._parameters.items()
     }
     forward: Any = type(module).forward
-    extra = {name: _bias(draw, experts, dtype) for name in _parameters_of(forward)[2:]}
+    extra = {name: _bias(draw, experts, bias) for name in _parameters_of(forward)[2:]}
     kept = {**twin._parameters, **twin._buffers}
+    kept |= {name: _held_tensor(twin, name) for name in twin._modules}
     found: list[torch.Tensor] = []
     recorder, forget = shadow_function(
         recording(forward, choice), {RECORD: lambda *values: found.extend(map(torch.clone, values))}
@@ -485,27 +538,57 @@ def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | s
         forget()
     if len(found) != 3 or not all(isinstance(one, torch.Tensor) for one in found):
         return reason if not found else NO_CHOICE
-    return _Recorded(dtype, {**kept, **extra}, *found)
+    return _Recorded(dtype, bias, {**kept, **extra}, *found)
 
 
-def _twin(module: Module, dtype: torch.dtype) -> Module:
-    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases."""
+def _tensors_of(module: Module) -> dict[str, torch.Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: one for name, one in tensors.items() if one is not None}
+
+
+def _twin(module: Module, bias: torch.dtype) -> Module:
+    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases of a dtype."""
     twin, weight = copy.copy(module), product_of(module)
     assert weight is not None, "the group was found by its product"
     experts, width = weight.shape
     sizes = {name: TOKENS for name, value in vars(module).items() if type(value) is int and value == width}
     vars(twin).update(sizes)
+    draw = Draw(device_of(module))
     vars(twin)["_modules"] = {
-        name: torch.nn.Linear(1, 1, bias=one.bias is not None, device="meta") if type(one) is torch.nn.Linear else one
+        name: torch.nn.Linear(1, 1, bias=one.bias is not None, device="meta")
+        if type(one) is torch.nn.Linear
+        else _with_bias(one, draw, experts, bias)
         for name, one in module._modules.items()
     }
-    draw = Draw(device_of(module))
     for kept in ("_parameters", "_buffers"):
         vars(twin)[kept] = {
-            name: _bias(draw, experts, dtype) if value is not None and value.shape == (experts,) else value
+            name: _bias(draw, experts, bias) if value is not None and value.shape == (experts,) else value
             for name, value in getattr(module, kept).items()
         }
     return twin
+
+
+def _with_bias(module: Any, draw: Draw, experts: int, bias: torch.dtype) -> Any:
+    """Return a copy of a submodule with a drawn bias, or the submodule if a number for each expert is not all that it has."""
+    name = _bias_of(module, experts)
+    if not name:
+        return module
+    twin, drawn = copy.copy(module), _bias(draw, experts, bias).view(_tensors_of(module)[name].shape)
+    for kept in ("_parameters", "_buffers"):
+        values = getattr(module, kept)
+        vars(twin)[kept] = {**values, name: drawn} if name in values else values
+    return twin
+
+
+def _bias_of(module: Any, experts: int) -> str:
+    """Return the name of the tensor of a submodule that has only this, a number for each expert, and reads no setting."""
+    if module is None or module._modules or not is_plain(type(module).forward):
+        return ""
+    tensors = _tensors_of(module)
+    if len(tensors) != 1 or not vars(module).keys().isdisjoint(names_in_code(type(module).forward)):
+        return ""
+    ((name, tensor),) = tensors.items()
+    return name if tensor.numel() == experts else ""
 
 
 def _bias(draw: Draw, experts: int, dtype: torch.dtype) -> torch.Tensor:
@@ -528,13 +611,16 @@ def _codes(module: Module, definition: Definition, choice: Choice, place: int) -
     for values in itertools.product(*options.values()):
         attributes = {name: value for name, value in zip(options, values, strict=True) if isinstance(value, str)}
         constants = {name: value for name, value in zip(options, values, strict=True) if not isinstance(value, str)}
-        for widened in (1,) if stated else (0, 1):
-            for rounded in (0, 1) if widened or stated else (0,):
-                yield ModelCode(
-                    fingerprint=fingerprint(type(module).forward) or "",
-                    attributes=attributes,
-                    constants={**constants, CUT: place, WIDENED: widened, ROUNDED: rounded},
-                )
+        has_bias = any(not definition.inputs[name].is_scalar for name in attributes)
+        for widened, rounded, wide_bias in itertools.product((0, 1), (0, 1), (0, 1)):
+            if widened < stated or rounded > max(widened, stated) or wide_bias > has_bias:
+                continue
+            ways = {CUT: place, WIDENED: widened, ROUNDED: rounded, WIDE_BIAS: wide_bias}
+            yield ModelCode(
+                fingerprint=fingerprint(type(module).forward) or "",
+                attributes=attributes,
+                constants={**constants, **ways},
+            )
 
 
 def _options(module: Module, definition: Definition, name: str, choice: Choice) -> list[Any]:
@@ -542,11 +628,15 @@ def _options(module: Module, definition: Definition, name: str, choice: Choice) 
     spec, sized = definition.inputs[name], {axis.scalar for axis in definition.axes.values()}
     if not spec.is_scalar:
         given = _parameters_of(type(module).forward)[2:]
-        held = [one for one in choice.reads if isinstance(getattr(module, one, None), torch.Tensor)]
+        read = _reads(module, choice)
+        held = [one for one in read if isinstance(getattr(module, one, None), torch.Tensor)]
+        weight = product_of(module)
+        experts = 0 if weight is None else weight.shape[0]
+        held += [one for one in read if _bias_of(module._modules.get(one), experts)]
         return [*held, *given] if spec.shape is not None and len(spec.shape) == 1 else []
     read = {one: getattr(module, one, None) for one in _reads(module, choice)}
     if spec.dtype == "bool":
-        return [one for one, value in read.items() if type(value) is bool] + [True, False]
+        return [one for one, value in read.items() if type(value) is bool] + [False, True]
     if spec.dtype in FLOATS:
         return [one for one, value in read.items() if type(value) in (int, float)] + [1.0]
     is_count = name == next((axis.scalar for axis in definition.axes.values() if axis.scalar), None)
