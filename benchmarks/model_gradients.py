@@ -5,7 +5,7 @@ in fp64 are those of a copy in which every cast to a narrower dtype is a cast to
 Frobenius norm. Patched may have at most twice the error of stock code, or of one rounding of the exact gradient. That is the rule
 of ``tilegym-db model verify`` for the outputs of a single kernel (``tilegym_db.models.proof.allowed_error``).
 
-Some gradients are noise in stock code: they are off by half of their size or more, for example those of experts for which a router
+Some gradients are noise in stock code: they are off by half of their size or more, for example those of experts where a router
 decides otherwise after rounding. The rule is the same for them, and the table says how many there are.
 
     python benchmarks/model_gradients.py --out gradients.json                       # seven models on one GPU, below a minute
