@@ -37,6 +37,7 @@ from roofline_meter import FusedAttention, Meter, Row
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.models.capture import CapturedCall, new_workloads, workload_of
+from tilegym_db.models.parts import attention_sink
 from tilegym_db.models.random_model import load_config, model_class
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import differentiated
@@ -277,18 +278,19 @@ def built(name: str) -> Any:
         return make(config, dtype=torch.bfloat16).train()
 
 
-def inputs_of(model: Any, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+def inputs_of(model: Any, rows: int, tokens: int) -> dict[str, Any]:
     """Return a batch with labels on the meta device."""
     name, config = model.main_input_name, model.config
     if name == "pixel_values":
         return {name: torch.empty(rows, 3, config.image_size, config.image_size, dtype=torch.bfloat16, device="meta")}
     ids = torch.empty(rows, tokens, dtype=torch.long, device="meta")
+    plain = {} if config.is_encoder_decoder or not hasattr(config, "use_cache") else {"use_cache": False}
     if name == "input_features":
         sound = torch.empty(
             rows, config.num_mel_bins, 2 * config.max_source_positions, dtype=torch.bfloat16, device="meta"
         )
         return {name: sound, "labels": ids}
-    return {name: ids, "labels": ids}
+    return {name: ids, "labels": ids, **plain}
 
 
 @contextlib.contextmanager
@@ -308,6 +310,7 @@ def metered(meter: Meter) -> Iterator[None]:
         mock.patch.object(recognised_share, "attention", fused_attention),
         mock.patch.object(roofline_meter, "attention", fused_attention),
         mock.patch.object(recognised_share, "experts", fused_experts),
+        mock.patch.object(attention_sink, "is_plain", return_value=True),  # no row is padded
         torch.device("meta"), meter, FusedAttention(meter),
     ):  # fmt: skip
         yield
@@ -335,8 +338,9 @@ def step_of(name: str, gpu: str, catalog: Catalog) -> Step:
     for definition, site in handle.sites:
         for reason, calls in site.bypassed.items():
             step.bypassed[definition, reason] += calls
-        if not site.bypassed and definition not in asked:
-            step.bypassed[definition, "not called"] += 0
+    known = asked | {definition for definition, _ in step.bypassed}
+    for definition in {row.definition for row in step.taken} - known - {""}:
+        step.bypassed[definition, "only inference asks for a kernel"] += 0
     return step
 
 
@@ -367,9 +371,9 @@ def print_step(name: str, step: Step) -> None:
     print(f"\n{name}: {1e3 * step.seconds:.1f} ms by the roofline; {library:.0%} library products, {served:.1%} served")
     for (definition, text), calls in sorted(step.asked.items(), key=lambda item: -step.share(item[0][0])):
         print(f"  {definition:<24} {step.share(definition):>6.1%} {calls:>5}  {short(text)}")
-    for (definition, text), calls in sorted(step.bypassed.items()):
-        if calls:
-            print(f"  {definition:<24} {'':>6} {calls:>5}  not asked: {short(text)}")
+    for (definition, text), calls in sorted(step.bypassed.items(), key=lambda item: -step.share(item[0][0])):
+        share = f"{step.share(definition):.1%}" if step.share(definition) else ""
+        print(f"  {definition:<24} {share:>6} {calls:>5}  not asked: {short(text)}")
     others = Counter[str]()
     for row, value in step.taken.items():
         if not row.library and not row.definition:
