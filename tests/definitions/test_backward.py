@@ -26,6 +26,7 @@ BACKWARDS = [
 ]  # fmt: skip
 WITH_SAVED_TENSORS = [
     "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward", "attention_prefill_backward",
+    "attention_sink_prefill_backward",
 ]  # fmt: skip
 """tests/verification/test_saved_tensors.py, and attention below"""
 HYPER_CONNECTIONS = [
@@ -136,17 +137,22 @@ def test_the_reference_of_a_backward_can_be_differentiated(name: str, catalog: C
         assert torch.autograd.gradcheck(run, values, fast_mode=True)
 
 
-def test_gradients_of_attention_are_those_of_its_forward_in_fp64(catalog: Catalog) -> None:
-    backward, forward = catalog.definition("attention_prefill_backward"), catalog.definition("attention_prefill")
+@pytest.mark.parametrize("name", ["attention_prefill_backward", "attention_sink_prefill_backward"])
+def test_gradients_of_attention_are_those_of_its_forward_in_fp64(name: str, catalog: Catalog) -> None:
+    backward = catalog.definition(name)
+    forward = catalog.definition(str(backward.backward_of))
     inputs, grads = drawn(catalog, backward)
     lift = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     run = load_function(forward.reference, forward.name)
     mode: Any = Lifted
     with mode():
         out = run(*lift.values())
-        want = derivative(forward, run, lift, {key: value.double() for key, value in grads.items()}, ("q", "k", "v"))
+        want = derivative(
+            forward, run, lift, {key: value.double() for key, value in grads.items()}, differentiated(backward)
+        )
     given = {**lift, "out": out, **{key: value.double() for key, value in grads.items()}}
     found = run_lifted(backward, {key: given[key] for key in backward.inputs})
+    assert found.keys() == want.keys()
     for key, value in found.items():
         torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-9)
 
@@ -167,3 +173,22 @@ def test_stock_gradients_of_attention_are_those_of_autograd(dtype: torch.dtype, 
     found = load_verified(stock, stock.digest)(*inputs.values(), out.detach(), grads["grad_out"])
     for value, one in zip(found, want, strict=True):
         assert torch.equal(value, one)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_stock_gradients_of_sinks_are_near_those_of_autograd(
+    dtype: torch.dtype, bound: float, catalog: Catalog
+) -> None:
+    """Both round scores, weights and their gradients, each at its own places."""
+    backward = catalog.definition("attention_sink_prefill_backward")
+    inputs, grads = (
+        {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for values in drawn(catalog, backward)
+    )
+    forward, stock = (catalog.solution(f"attention_sink_prefill{way}_stock") for way in ("", "_backward"))
+    run = load_verified(forward, forward.digest)
+    want = derivative(catalog.definition("attention_sink_prefill"), run, inputs, grads, differentiated(backward))
+    found = load_verified(stock, stock.digest)(*inputs.values(), run(*inputs.values()), grads["grad_out"])
+    for value, one in zip(found, want.values(), strict=True):
+        error = torch.linalg.vector_norm(value.double() - one.double()) / torch.linalg.vector_norm(one.double())
+        assert float(error) <= bound

@@ -223,6 +223,13 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         of_keys = {"k", "v", "grad_k", "grad_v"}
         whole = [dict.fromkeys(names, "row_contiguous") for names in (set(varying) - of_keys, of_keys)]
         return [{}, whole[0], whole[1], whole[0] | whole[1]]
+    if definition.backward_of == "attention_sink_prefill":
+        pairs = [dict.fromkeys((name, f"grad_{name}"), "row_contiguous") for name in ("q", "k", "v", "out")]
+        chosen = itertools.product((False, True), repeat=len(pairs))
+        return [
+            {name: way for is_in, pair in zip(one, pairs, strict=True) if is_in for name, way in pair.items()}
+            for one in chosen
+        ]
     ways: dict[str, Sequence[str]] = dict.fromkeys(varying, ("", "row_contiguous"))
     if definition.serving is not None and definition.serving.part == "biased_attention":  # heads may be last in memory
         ways["bias"] = ("", "row_contiguous", "strided")

@@ -52,7 +52,7 @@ DECODERS: dict[str, dict[str, int]] = {
     "qwen3": {"rms_norm": 9, "swiglu": 2, **ROPE},
     "gemma3": {"rms_norm_gemma": 13, "gelu_tanh_and_mul": 2, **ROPE},
     "phi3": {"rms_norm": 5},
-    "gpt_oss": {"rms_norm_fp32": 5},
+    "gpt_oss": {"rms_norm_fp32": 5, "attention_sink_prefill": 2},
     "qwen3_moe": {"rms_norm": 9, **ROPE},
 }
 # name -> (class in transformers, prefix of its config, config, calls)

@@ -4,7 +4,8 @@ Such models have no ``sdpa`` attention, and every call has a mask of numbers. A 
 the Definition says. Each position then sees those before it or a window of them; a decode position sees all keys. So the mask is
 read, once for all layers that share it, and reading waits for the GPU. While a graph is captured, it is not read.
 
-Definitions that have the mask among their inputs serve the other calls: padding, chunks, caches of fixed size, and graphs.
+Definitions that have the mask among their inputs serve the other calls: padding, chunks, caches of fixed size, and graphs. They
+have no gradients, so training is served with plain masks alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tilegym_db.models.found import (
     PartCall,
 )
 from tilegym_db.models.parts.attention import (
+    DROPOUT,
     EAGER,
     FEWER_KEYS,
     MASK,
@@ -175,6 +177,8 @@ def why_stock(
         return AUTOCAST
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return WEIGHTS
+    if options.get("dropout"):
+        return DROPOUT
     if type(options.get("scaling")) is not float:
         return SCALE_IS_NO_NUMBER
     if query.dim() != 4 or key.dim() != 4:
