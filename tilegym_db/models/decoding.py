@@ -151,7 +151,8 @@ class Decoding:
     def fits(model: Any) -> bool:
         """Return True if a model generates as in transformers, and all of it is on one GPU."""
         methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
-        if not all(callable(getattr(model, name, None)) for name in methods):
+        # The methods of its class: an adapter's wrapper finds those of the model inside it, but does not run them itself.
+        if not all(callable(getattr(type(model), name, None)) for name in methods):
             return False
         devices = {parameter.device for parameter in model.parameters()}
         return len(devices) == 1 and next(iter(devices)).type == "cuda"
