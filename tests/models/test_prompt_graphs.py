@@ -114,7 +114,9 @@ def test_a_model_that_looks_ahead_is_left_as_it_was():
     for one in (stock, model):
         norm = one.model.layers[0].input_layernorm
         forward = type(norm).forward
-        looks_ahead = type(norm.__class__.__name__, (type(norm),), {"forward": lambda self, x: forward(self, x + x.roll(-1, 1))})
+        looks_ahead = type(
+            norm.__class__.__name__, (type(norm),), {"forward": lambda self, x: forward(self, x + x.roll(-1, 1))}
+        )
         norm.__class__ = looks_ahead
     decoding = in_graphs(model)
     for seed in range(UNTIL_REPLAY + 2):

@@ -1,8 +1,9 @@
 """Decoding steps of ``generate`` in CUDA graphs: what the host does for each launch is then done once, at capture.
 
 ``generate`` itself stays stock, with its sampling, processors, stopping criteria and streamers. The prompt and the first new
-token run as before, with the cache that transformers makes. Then its keys, values and states are copied to a cache of fixed size,
-and each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
+token run with the cache that transformers makes (``prompt_graphs`` has graphs of prompts). Then its keys, values and states are
+copied to a cache of fixed size, and each later forward of the model is a replay. A generation that is not understood runs stock,
+and the report has the reason.
 
 The step before a capture, and the capture, ask for kernels by device time alone: the host launches them once.
 
@@ -80,6 +81,7 @@ class DecodingReport:
         followed: replays that copied only the new token, because the replay before had left the other inputs.
         prompts: graphs captured of prompts, each for a batch size and a length.
         replayed_prompts: forwards of prompts that were replays.
+        prompt_bytes: memory of what the graphs of prompts leave.
     """
 
     captured: int
@@ -89,6 +91,7 @@ class DecodingReport:
     followed: int = 0
     prompts: int = 0
     replayed_prompts: int = 0
+    prompt_bytes: int = 0
 
     def summary(self) -> str:
         """Return the figures and reasons in words, one a line."""
@@ -98,7 +101,8 @@ class DecodingReport:
             f"generate in CUDA graphs: {self.replayed} steps replayed from {self.captured} graphs, {only_token}; {held}"
         ]
         if self.prompts:
-            lines.append(f"prompts in CUDA graphs: {self.replayed_prompts} replayed from {self.prompts} graphs")
+            held = f"they hold {self.prompt_bytes >> 20} MiB of caches"
+            lines.append(f"prompts in CUDA graphs: {self.replayed_prompts} replayed from {self.prompts} graphs; {held}")
         return "\n".join(
             [*lines, *(f"without graphs, {count} times: {reason}" for reason, count in self.stock.items())]
         )
@@ -198,10 +202,10 @@ class Decoding:
     def report(self) -> DecodingReport:
         """Return what the graphs have done so far."""
         cache_bytes = sum(cache.bytes for cache in self._caches.values())
-        stock, prompts = dict(self._stock), (0, 0)
+        stock, prompts = dict(self._stock), (0, 0, 0)
         if self.prompts is not None:
             stock |= dict.fromkeys(self.prompts.reasons(), 1)
-            prompts = self.prompts.captured, self.prompts.replayed
+            prompts = self.prompts.captured, self.prompts.replayed, self.prompts.bytes
         return DecodingReport(self._captured, self._replayed, cache_bytes, stock, self._followed, *prompts)
 
     @property

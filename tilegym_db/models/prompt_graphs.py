@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ MAX_TOKENS = 4096
 """Maximum number of tokens, of all sequences together, for which the host may be what takes the time."""
 MAX_HELD = 2 * MAX_TOKENS
 """Maximum number of tokens in all graphs, whose memory grows with them; the least recently used graph is dropped."""
+MEMORY_SHARE = 0.1
+"""Maximum share of the free memory of a GPU for the keys, values and states of one graph."""
 MIN_STEP = 16
 EAGER_RUNS = 2
 """Prompts of a size that run as before, and are timed. The first one also loads kernels."""
@@ -48,7 +51,7 @@ Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(forward, tensors by name) -> the forward, captured."""
 
 Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
-"""``stopwatch(device)`` starts one. Its result stops it, and returns a function: of the milliseconds, or None as long as it runs."""
+"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: of the milliseconds, or None if unknown yet."""
 
 
 def size_of(tokens: int) -> int:
@@ -108,6 +111,12 @@ class PromptGraphs:
     def clear(self) -> None:
         """Free all graphs."""
         self._sizes = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what the graphs leave: logits, keys, values and states. What a forward needs besides is on top."""
+        graphs = [one.graph for one in list(self._sizes.values())]
+        return sum(_bytes_of(graph.outputs) for graph in graphs if graph is not None)
 
     def reasons(self) -> list[str]:
         """Return why sizes run as before, one line a size."""
@@ -214,7 +223,8 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
     """Return the reason why a forward is not that of a prompt that a graph can have; empty if it is."""
     from transformers import DynamicCache
 
-    ids, cache = inputs.get(DECODER.ids), inputs.get(cache_of(inputs))
+    ids = inputs.get(DECODER.ids)
+    cache: Any = inputs.get(cache_of(inputs))
     unknown = sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN)
     if unknown:
         return f"it has {', '.join(unknown)}"
@@ -229,15 +239,20 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
 
 
 def _has_tokens(layer: Any) -> bool:
-    """Return True if a layer of a cache has keys or a state; states may have one flag each."""
+    """Return True if a layer of a cache has keys or a state."""
     flags = [value for name, value in vars(layer).items() if name.startswith("is_") and name.endswith("initialized")]
-    each = [value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value] for value in flags]
-    return any(one for several in each for one in several)
+    return any(one for value in flags for one in _each(value))
+
+
+def _each(value: Any) -> list[Any]:
+    """Return the members of a container, or the value itself: states may have one tensor and one flag each."""
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
 
 
 def may_be_filled_up(inputs: Mapping[str, Any], size: int) -> bool:
     """Return True if no layer keeps a state, or a window that would lose tokens of the prompt to the filling."""
-    layers = inputs[cache_of(inputs)].layers
+    cache: Any = inputs[cache_of(inputs)]
+    layers = cache.layers
     windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
     names = {type(layer).__name__ for layer in layers}
     grows = bool(names) and names <= {*GROWING[:2]}
@@ -279,7 +294,8 @@ def _with_own_cache(inputs: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, torch.Tensor):
                 setattr(layer, attribute, value.to(device))
         if type(layer).__name__ in GROWING:
-            layer.__class__ = _beginning_on_device(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _beginning_on_device(kind)
     return {**inputs, name: cache}
 
 
@@ -319,6 +335,9 @@ def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size
     more = {*first} - {"logits", cache_of(first)}
     if more or "logits" not in first:
         return f"the model returns more than logits: {', '.join(sorted(more))}"
+    free = torch.cuda.mem_get_info(given[DECODER.ids].device)[0] if given[DECODER.ids].is_cuda else sys.maxsize
+    if (needed := _bytes_of(first)) > MEMORY_SHARE * free:
+        return f"its cache takes {needed >> 20} MiB of {free >> 20} MiB free"
     if not fills:
         return ""
     ids = given[DECODER.ids].clone()
@@ -331,6 +350,15 @@ def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size
     if all(torch.equal(one, other) for one, other in pairs):
         return ""
     return "its tokens see later ones, or its kernels are not deterministic"
+
+
+def _bytes_of(outputs: Any) -> int:
+    """Return the memory of the logits and the cache that a forward returns."""
+    values = [outputs["logits"]]
+    for layer in outputs[cache_of(outputs)].layers:
+        for value in vars(layer).values():
+            values += _each(value)
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _layers(outputs: Any, tokens: int) -> list[Any]:
