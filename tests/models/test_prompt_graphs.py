@@ -6,6 +6,7 @@ Without a GPU a graph is a forward that runs again, with its results in the memo
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -232,6 +233,22 @@ def test_graphs_that_are_used_least_are_dropped(monkeypatch):
     assert decoding.prompts is not None
     held = sum(one.batch * one.size for one in decoding.prompts._sizes.values() if one.graph is not None)
     assert held <= 40 + size_of(40) <= MAX_HELD
+
+
+def test_a_wrapper_around_a_model_has_no_graphs_of_its_own():
+    class Wrapper:
+        """Finds the methods of the model inside, as adapters do."""
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.model, name)
+
+        def parameters(self) -> list[Any]:
+            return [types.SimpleNamespace(device=torch.device("cuda"))]
+
+    assert not Decoding.fits(Wrapper(made()))
 
 
 def test_unpatching_frees_the_graphs():
