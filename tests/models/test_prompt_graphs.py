@@ -56,7 +56,11 @@ def watch(*times: float) -> Callable[[torch.device], Callable[[], Callable[[], f
     left = list(times)
 
     def start(device: torch.device) -> Callable[[], Callable[[], float | None]]:
-        return lambda: lambda time=left.pop(0) if left else 1.0: time
+        def stop() -> Callable[[], float | None]:
+            time = left.pop(0) if left else 1.0
+            return lambda: time
+
+        return stop
 
     return start
 
@@ -101,7 +105,7 @@ def test_a_size_is_an_eighth_longer_at_most_or_a_few_tokens(tokens):
     assert size_of(size_of(tokens)) == size_of(tokens)
 
 
-def test_padding_runs_as_before(model=None):
+def test_padding_runs_as_before():
     stock, model = made(), made()
     decoding = in_graphs(model)
     options = {**padded(), **OPTIONS}
@@ -112,13 +116,10 @@ def test_padding_runs_as_before(model=None):
 
 def test_a_model_that_looks_ahead_is_left_as_it_was():
     stock, model = made(), made()
+    kind = type(stock.model.norm)
+    looking = type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x + x.roll(-1, 1))})
     for one in (stock, model):
-        norm = one.model.layers[0].input_layernorm
-        forward = type(norm).forward
-        looks_ahead = type(
-            norm.__class__.__name__, (type(norm),), {"forward": lambda self, x: forward(self, x + x.roll(-1, 1))}
-        )
-        norm.__class__ = looks_ahead
+        one.model.layers[0].input_layernorm.__class__ = looking
     decoding = in_graphs(model)
     for seed in range(UNTIL_REPLAY + 2):
         ids = prompt(1, 9, seed)

@@ -51,7 +51,7 @@ Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(forward, tensors by name) -> the forward, captured."""
 
 Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
-"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: the milliseconds, or None if unknown yet."""
+"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: milliseconds, or None if unknown yet."""
 
 
 def size_of(tokens: int) -> int:
