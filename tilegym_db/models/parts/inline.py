@@ -166,7 +166,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     """Run the statements on random rows, with random tensors for the attributes of the module."""
     definition = match.definition
     inputs = drawn_inputs(definition, {str(definition.serving and definition.serving.rows): ROWS}, device_of(module))
-    named = {match.attribute(name): value for name, value in inputs.items()}
+    named: dict[str, Any] = {match.attribute(name): value for name, value in inputs.items()}
     variables = [named.pop(f"i{index}") for index in range(len(_statements(found).reads))]
     for name, value in named.items():
         if isinstance(module._modules.get(name), Module):
