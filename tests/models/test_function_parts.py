@@ -1,8 +1,9 @@
-"""Functions that a forward calls and that Definitions state by their code: tokens and logits are those of the stock model."""
+"""Functions and statements that Definitions state by their code: tokens and logits are those of the stock model."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from tilegym_db import Catalog, patched
+from tilegym_db.models.parts.inline import NO_WEIGHT, statements_of
 
 pytestmark = pytest.mark.sweep
 
@@ -52,3 +54,64 @@ def test_queries_grow_with_their_position_as_in_stock(
             assert torch.equal(model.generate(ids, **options), tokens)
     (site,) = [one for one in handle.report().sites if one.definition == "position_scale"]
     assert (site.kind, dict(site.bypassed), site.counts.kernel_calls) == ("function", {}, 2 + 2 * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next"])
+def test_a_gated_shared_expert_is_added_as_in_stock(
+    name: str, dtype: torch.dtype, build: Callable[..., Any], prompt: Callable[..., torch.Tensor], kernels: Catalog
+) -> None:
+    model = build(name, dtype)
+    with torch.no_grad():
+        stock = model(prompt(2, 5)).logits
+        with patched(model, catalog=kernels, ops=["shared_expert_gate"]) as handle:
+            assert torch.equal(model(prompt(2, 5)).logits, stock)
+        assert handle.report().hits() == {"shared_expert_gate": model.config.num_hidden_layers}
+        assert torch.equal(model(prompt(2, 5)).logits, stock)
+
+
+def test_a_linear_layer_with_a_hook_keeps_its_statements(
+    build: Callable[..., Any], prompt: Callable[..., torch.Tensor], poison: Catalog
+) -> None:
+    model, calls = build("qwen2_moe"), []
+    with torch.no_grad():
+        stock = model(prompt()).logits
+        with patched(model, catalog=poison, ops=["shared_expert_gate"]) as handle:
+            for layer in model.model.layers:
+                layer.mlp.shared_expert_gate.register_forward_hook(lambda *_: calls.append(1))
+            assert torch.equal(model(prompt()).logits, stock)
+    (site,) = [one for one in handle.report().sites if one.definition == "shared_expert_gate"]
+    assert (dict(site.bypassed), len(calls)) == ({NO_WEIGHT: 2}, 2)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next"])
+def test_compiled_code_adds_a_gated_shared_expert(name: str, build: Callable[..., Any], shop: Any) -> None:
+    block = build(name).model.layers[0].mlp
+    block.experts, block.gate = Same(), Chosen()
+    states = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        stock = block(states)
+        with patched(block, catalog=shop.offer(ops=("shared_expert_gate",))) as handle:
+            found = torch.compile(block, backend="aot_eager", fullgraph=True)(states)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, stock)
+    assert handle.report().kernel_calls == 1
+
+
+class Same(torch.nn.Module):
+    def forward(self, states: torch.Tensor, *_: Any) -> torch.Tensor:
+        return states
+
+
+class Chosen(torch.nn.Module):
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return states, states, states
+
+
+def test_a_result_that_is_read_later_is_not_left_out() -> None:
+    def kept(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(x) * y
+        x = x + y
+        return x * y
+
+    assert all("between" not in one.source for one in statements_of(kept))

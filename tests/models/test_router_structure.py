@@ -165,7 +165,9 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
     assert bypassed(router("MixtralTopKRouter"), in_autocast) == {AUTOCAST}
 
 
-@pytest.mark.parametrize("name", ["MixtralTopKRouter", "MiniMaxM2TopKRouter", "GraniteMoeTopKRouter"])
+@pytest.mark.parametrize(
+    "name", ["MixtralTopKRouter", "MiniMaxM2TopKRouter", "GraniteMoeTopKRouter", "Ernie4_5_MoeTopKRouter"]
+)
 @pytest.mark.parametrize("smallest", [1, 2048])
 def test_compiled_code_has_the_operator_or_stock_operations(name: str, smallest: int, shop: Any) -> None:
     module, definition = router(name), ROUTERS[name][2]

@@ -2,7 +2,8 @@
 
 The statements are found by their text. It is written as a function of the variables that the statements read, ``own(self, i0,
 i1)``, and that function has a fingerprint. ``serving.code`` maps an input of the Definition to ``i0``, ``i1`` or to the attribute
-of the module that keeps it. It maps an output to ``o0`` or ``o1``, the variables that the statements set.
+of the module that keeps it. It maps an output to ``o0`` or ``o1``, the variables that the statements set. A variable that only
+the next statement reads is no output. An attribute that is a linear layer without bias stands for its weight.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.call_site import NOT_ROWS, CallSite, are_rows, rows
+from tilegym_db.models.call_site import NOT_ROWS, CallSite, are_rows, has_hooks, rows
 from tilegym_db.models.found import (
     DefinitionMatch,
     FunctionOverrides,
@@ -35,6 +36,9 @@ from tilegym_db.models.upstream_code import once_per_function, source_fingerprin
 KIND = "inline"
 LONGEST = 2
 """Statements that a Definition replaces, at most."""
+BETWEEN = "between"
+"""The result of a first statement that only the second one reads."""
+NO_WEIGHT = "its linear layer has a bias or hooks, or is another module"
 CALL = "_tilegym_db_inline_"
 """Beginning of the function that a rewritten forward calls; the fingerprint follows."""
 
@@ -87,14 +91,28 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
             if len(assignments) < count:
                 break
             reads: dict[str, str] = {}
-            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
             sets = tuple(target for target, _ in assignments)
-            if set(sets[:-1]) & set(reads) or len(set(sets)) < count:
-                continue  # a statement reads another's result
-            outputs = [f"o{index}" for index in range(count)]
-            body = "".join(f"    {name} = {line}\n" for name, line in zip(outputs, lines, strict=True))
+            if len(set(sets)) < count:
+                continue
+            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
+            names = [f"o{index}" for index in range(count)]
+            if count > 1 and sets[0] in _names_read(run[1]):
+                if sets[0] in _names_read(*function.body[first + count :]):
+                    continue  # the result between the statements is read later too
+                reads.clear()
+                lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(assignments[0][1])))]
+                inner = _Renamed({sets[0]: BETWEEN}, frozenset({sets[0]})).visit(ast.parse(assignments[1][1]))
+                lines.append(ast.unparse(_Renamed(reads, local - {BETWEEN}).visit(inner)))
+                names, sets = [BETWEEN, "o0"], sets[1:]
+            body = "".join(f"    {name} = {line}\n" for name, line in zip(names, lines, strict=True))
+            outputs = [name for name in names if name != BETWEEN]
             source = f"def own({', '.join(['self', *reads.values()])}):\n{body}    return {', '.join(outputs)}\n"
             yield Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
+
+
+def _names_read(*statements: ast.stmt) -> set[str]:
+    nodes = [node for one in statements for node in ast.walk(one)]
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, str] | None:
@@ -148,12 +166,26 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     """Run the statements on random rows, with random tensors for the attributes of the module."""
     definition = match.definition
     inputs = drawn_inputs(definition, {str(definition.serving and definition.serving.rows): ROWS}, device_of(module))
-    named = {match.attribute(name): value for name, value in inputs.items()}
+    named: dict[str, Any] = {match.attribute(name): value for name, value in inputs.items()}
     variables = [named.pop(f"i{index}") for index in range(len(_statements(found).reads))]
+    for name, value in named.items():
+        if isinstance(module._modules.get(name), Module):
+            if _kept(module, name) is None:
+                return NO_WEIGHT
+            named[name] = functools.partial(torch.nn.functional.linear, weight=value)
     with torch.no_grad():
         returned = own_code_of(found)(types.SimpleNamespace(**named), *variables)
     results = returned if isinstance(returned, tuple) else (returned,)
     return dict(inputs), tuple(results[index] for index in _places(match))
+
+
+def _kept(module: Any, name: str) -> Any:
+    """Return the tensor that a module keeps, or the weight of its linear layer; None if a call of that does something else."""
+    value = getattr(module, name)
+    if not isinstance(value, Module):
+        return value
+    is_plain = type(value) is torch.nn.Linear and value.bias is None and not has_hooks(value)
+    return value.weight if is_plain else None
 
 
 def _places(match: DefinitionMatch) -> list[int]:
@@ -187,8 +219,12 @@ def inline_function(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
 
     def serve(module: Any, variables: tuple[Any, ...]) -> Any:
         first = variables[0]
-        kept = {name: getattr(module, name) for name in sources if isinstance(name, str)}
+        kept = {name: _kept(module, name) for name in sources if isinstance(name, str)}
         given = (*variables, *kept.values())
+        if any(one is None for one in given):
+            if not _is_compiling():
+                site.bypass(NO_WEIGHT)
+            return None
         if _is_compiling():
             needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in given)
             operator = None if needs_grad else site.traced(module.training, *variables)

@@ -628,11 +628,11 @@ def _options(module: Module, definition: Definition, name: str, choice: Choice) 
     spec, sized = definition.inputs[name], {axis.scalar for axis in definition.axes.values()}
     if not spec.is_scalar:
         given = _parameters_of(type(module).forward)[2:]
-        read = _reads(module, choice)
-        held = [one for one in read if isinstance(getattr(module, one, None), torch.Tensor)]
+        names = _reads(module, choice)
+        held = [one for one in names if isinstance(getattr(module, one, None), torch.Tensor)]
         weight = product_of(module)
         experts = 0 if weight is None else weight.shape[0]
-        held += [one for one in read if _bias_of(module._modules.get(one), experts)]
+        held += [one for one in names if _bias_of(module._modules.get(one), experts)]
         return [*held, *given] if spec.shape is not None and len(spec.shape) == 1 else []
     read = {one: getattr(module, one, None) for one in _reads(module, choice)}
     if spec.dtype == "bool":
