@@ -43,7 +43,14 @@ from tilegym_db.verification.session import (
     max_fuzz_workers,
 )
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
-from tilegym_db.verification.worker_handle import INTERPRETER, UNTIMED, RunnerLimits, TierPolicy, WorkerHandle
+from tilegym_db.verification.worker_handle import (
+    INTERPRETER,
+    UNTIMED,
+    RunnerLimits,
+    TierPolicy,
+    WorkerHandle,
+    cpu_series_s,
+)
 
 Starting = Callable[[str], None]
 
@@ -198,6 +205,7 @@ class LocalExecutor:
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
                 fuzz_workers=max_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
+                series_s=math.inf if machine.is_gpu else cpu_series_s(),
             ),
             phases=self.context.phases,
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,

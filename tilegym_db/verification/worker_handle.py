@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +125,17 @@ class RunnerLimits:
     buffer_bytes: int = 6 << 30
     fuzz_workers: int = 1
     """Maximum number of worker processes that share one set of fuzz cases; each may have to compile them."""
+    series_s: float = math.inf
+    """Maximum seconds of each series of calls with many sizes; the series have shorter limits too."""
+
+
+MAX_CPU_SERIES_S = "TILEGYM_DB_MAX_CPU_SERIES_S"
+"""Variable for ``RunnerLimits.series_s`` on a CPU. On a GPU, whose results serve models, every series has all its time."""
+
+
+def cpu_series_s() -> float:
+    """Return the maximum seconds of a series of calls on a CPU."""
+    return float(os.environ.get(MAX_CPU_SERIES_S, math.inf))
 
 
 @dataclass
