@@ -399,7 +399,7 @@ def check_sandbox() -> Iterator[Check]:
     """Yield the state of the sandbox, and which kernels are verified if workers cannot be confined."""
     import importlib.util
 
-    from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
+    from tilegym_db.sandbox.confine import MINIMAL_VERSION, landlock_version
 
     if importlib.util.find_spec("torch") is None:
         return
