@@ -147,7 +147,7 @@ def calibrate_command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.measurement.calibrate import calibrate
-    from tilegym_db.store.peaks_files import save_peaks
+    from tilegym_db.store.side_files import save_peaks
 
     peaks = calibrate(select_machine(gpu))
     path = save_peaks(peaks)

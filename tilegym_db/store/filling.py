@@ -50,9 +50,13 @@ from tilegym_db.store.loading import (
     mark_newest,
 )
 from tilegym_db.store.loop import sync_loop
-from tilegym_db.store.model_runs import load_model_runs, published_model_rows
-from tilegym_db.store.peaks_files import peaks_rows
-from tilegym_db.store.tuning import load_tuning, published_tuning_rows
+from tilegym_db.store.side_files import (
+    load_model_runs,
+    load_tuning,
+    peaks_rows,
+    published_model_rows,
+    published_tuning_rows,
+)
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.run_setup import Observer
     from tilegym_db.measurement.tune.tune import TuneObserver, TuneResult
     from tilegym_db.records import Trace
-    from tilegym_db.store.tuning import TuningStep
+    from tilegym_db.store.side_files import TuningStep
 
 
 class Progress:
