@@ -37,7 +37,6 @@ from tilegym_db.store.database import (
     write_ahead_log,
     writer_lock,
 )
-from tilegym_db.store.fingerprints import fingerprints, views_fingerprint
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.journal import Journal, journal_files
 from tilegym_db.store.loading import (
@@ -57,6 +56,7 @@ from tilegym_db.store.side_files import (
     published_model_rows,
     published_tuning_rows,
 )
+from tilegym_db.store.statements import fingerprints, views_fingerprint
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -333,7 +333,7 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
 
 # ---- refresh --------------------------------------------------------------------------------------
 # Reloads changed sources of the database: the views' text, the catalog, peaks, and shipped traces, searches and model
-# runs. :mod:`tilegym_db.store.fingerprints` finds the changes.
+# runs. :mod:`tilegym_db.store.statements` finds the changes.
 
 
 def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:

@@ -177,6 +177,7 @@ def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
 # The database table is filled from these files when one changes. Local measurements override published ones, which come
 # from another machine.
 
+
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
     """Store a calibration of this machine and return its file. The database loads it when it is next opened.
 
