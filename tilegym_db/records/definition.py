@@ -97,7 +97,7 @@ class Definition(Record):
     joint_inputs: JointInputs | None = None
     """Inputs that depend on each other, and the function that draws them."""
     backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
+    """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.call`."""
     saved: tuple[str, ...] = ()
     """Inputs of a backward that are outputs of the forward call; they are drawn by evaluating the forward."""
     gathers: dict[str, str] = {}

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.backward import forward_of
-from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.call import Call, forward_of, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.records.definition_rules import GRADIENT
