@@ -25,9 +25,14 @@ from tilegym_db.records.definition_parts import (
     Tolerance,
 )
 from tilegym_db.records.dtypes import CODE_DTYPES, DTYPE_BYTES, FLOAT_DTYPES, INTEGER_DTYPES, RECORD_DTYPES
-from tilegym_db.records.expressions import evaluate_bool, names_in, parse_expression
+from tilegym_db.records.expressions import (
+    check_function,
+    evaluate_bool,
+    function_parameters,
+    names_in,
+    parse_expression,
+)
 from tilegym_db.records.layouts import parse_layout
-from tilegym_db.records.python_source import check_function, function_parameters
 
 GRADIENT = "grad_"
 """Prefix of a gradient's name in a backward Definition."""
