@@ -19,7 +19,6 @@ from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
-from tilegym_db.verification.case_queue import CaseQueue, Processors
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.residues import SIZES
 from tilegym_db.verification.session import Verification, VerifiedWorkload
@@ -28,6 +27,8 @@ from tilegym_db.verification.worker_handle import (
     MAX_CPU_SERIES_S,
     PROMOTION,
     SCREEN,
+    CaseQueue,
+    Processors,
     RunnerLimits,
     WorkerHandle,
     cpu_series_s,

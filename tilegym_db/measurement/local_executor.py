@@ -30,7 +30,6 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.limits import available_memory, available_processors, host_share
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.case_queue import Processors
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.expected import give_back_memory
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
@@ -46,6 +45,7 @@ from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_veri
 from tilegym_db.verification.worker_handle import (
     INTERPRETER,
     UNTIMED,
+    Processors,
     RunnerLimits,
     TierPolicy,
     WorkerHandle,
