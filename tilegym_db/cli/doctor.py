@@ -451,9 +451,9 @@ def check_peaks() -> Iterator[Check]:
 
 
 def peaks_check(own: GpuPeaks | None, known: GpuPeaks | None, gpu: str, driver: str) -> Check:
-    """Report the calibration of a GPU, or that the known values were measured under other conditions.
+    """Report the calibration of a GPU; without one, the values from elsewhere and how to calibrate.
 
-    ``own`` has the values of this machine, device and driver. ``known`` has the best other ones.
+    ``own`` was measured on this machine with this device and driver, ``known`` under other conditions.
     """
     if own is not None:
         return Check("peaks", "ok", f"{gpu} calibrated {_spelled_peaks(own)}")

@@ -280,7 +280,7 @@ AHEAD_SHARE = 16
 
 @dataclass
 class FreshAhead:
-    """Drawing of the fresh contents of clock audits while a GPU waits for compilers; timing draws those that are left.
+    """Fresh contents for clock audits, drawn while a GPU waits for compilers; timing draws those that are missing.
 
     The oracle of 32 contents takes longer than all timed calls, if the reference loops over tokens or heads.
     """

@@ -501,7 +501,8 @@ def check_codes(
         if not CODE_DTYPES.issuperset(choices):
             known = ", ".join(sorted(CODE_DTYPES))
             raise RecordError(
-                f"codes.{name}: its dtype is {', '.join(choices)}, and not of {known}; integers are always exact",
+                f"codes.{name}: its dtype is {', '.join(choices)}, but only {known} have codes. "
+                "Remove it for integers, which are always exact",
                 code="codes_dtype",
             )
         if oracle != "as_written":
@@ -643,7 +644,7 @@ def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: 
             continue
         if dtype not in _ROUNDED or dtype not in _dtypes_of(outputs.values(), dtypes):
             raise RecordError(
-                f"tolerance.{dtype}.share: no output is a float of that dtype, compared element by element; "
+                f"tolerance.{dtype}.share: no output of that dtype is a float that is compared element by element; "
                 "codes and integers have other rules",
                 code="share_without_output",
             )

@@ -539,7 +539,7 @@ class Names:
 
 
 def _combined(left: Any, operator: ast.operator, right: Any) -> str | None:
-    """Return a sum, a repetition or a formatted text; None for anything but a text of moderate length."""
+    """Return the text that a sum, a repetition or a formatted string gives; None if it is no text, or a very long one."""
     if isinstance(left, int) and isinstance(right, str):
         left, right = right, left
     match left, operator, right:

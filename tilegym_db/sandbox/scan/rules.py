@@ -676,7 +676,7 @@ def has_assembler(tree: ast.AST) -> bool:
 
 
 def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
-    """Check the text that an expression is; and, in a source with assembler, the way in which it is put together."""
+    """Check the text that an expression gives. In a source with assembler, check also how it is put together."""
     text = context.text(node)
     if text is not None:
         if CLOCK_REGISTER.search(text):
