@@ -407,9 +407,10 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
 # ---- positions of a long prompt -------------------------------------------------------------------
 # Long calls of which an oracle is affordable at a few positions only, such as attention to all of 65,536 keys.
 #
-# All positions but a few get no weight: a column of the other inputs makes their scores so low that exp gives zero. What is left is
-# the same operator at the few positions, which lie far apart. Whether that is so for an operator is tried on its reference, at a
-# small size. Then a kernel that leaves out keys far away is wrong, because most of the few are far from each other.
+# All positions but a few get no weight: a column of the other inputs makes their scores so low that exp gives zero. What is
+# left is the same operator at the few positions, which lie far apart. The reference of each operator is tried at a small
+# size, because this does not hold for all. Then a kernel that leaves out keys far away is wrong, because most of the few are
+# far from each other.
 
 PROBED_SIZE, PROBED_POSITIONS = 160, 24
 LIFT, SINK = 64.0, -16384.0

@@ -86,7 +86,7 @@ def require_ray() -> None:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
     """Connect this process to the cluster as a driver while the block runs; keep an existing connection.
 
     Raises:
@@ -102,7 +102,7 @@ def connected(address: str) -> Iterator[None]:
     if place is not None:
         _require_listener(address, place)
     with _kept_off_stdout():
-        _connect(address, CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S)
+        _connect(address, patience_s or (CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S))
         try:
             yield
         finally:
