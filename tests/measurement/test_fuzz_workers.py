@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -365,9 +366,9 @@ def test_setting_bounds_the_seconds_of_successive_sizes(make: Any, monkeypatch, 
     subject.handle.policy, subject.handle.limits = SERVED, RunnerLimits(series_s=cpu_series_s())
     outcome = verified(subject)
     assert isinstance(outcome, VerifiedWorkload), outcome
-    lines = [text.split() for text in outcome.fuzz.passed if "successive sizes" in text]
-    assert sorted(words[5] for words in lines) == judged
-    assert all(int(words[1]) > SIZES // 2 for words in lines)
+    found = [re.fullmatch(r"sequence: (\d+) .*successive sizes of (\w+) .*", text) for text in outcome.fuzz.passed]
+    assert sorted(line[2] for line in found if line) == judged
+    assert all(int(line[1]) > SIZES // 2 for line in found if line)
 
 
 def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):
