@@ -128,6 +128,14 @@ def busy_machine_decides() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def series_are_short() -> Iterator[None]:
+    """Bound the series of sizes of a promotion on a CPU; ``exploits``, whose cheats they catch, gives them all their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGYM_DB_MAX_CPU_SERIES_S", "0.1")
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def nothing_waits_for_the_disk() -> Iterator[None]:
     """Write without ``fsync``: what a killed process wrote stays without it, and no test ends the whole machine."""

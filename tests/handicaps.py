@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 NO_CAPABILITIES = """
-from tilegym_db.sandbox.system_calls import drop_capabilities, forgo_capabilities
+from tilegym_db.sandbox.processes import drop_capabilities, forgo_capabilities
 import contextlib
 with contextlib.suppress(Exception):
     forgo_capabilities()
@@ -16,7 +16,7 @@ drop_capabilities()
 NO_LANDLOCK = """
 import errno
 from tilegym_db.sandbox import confine
-from tilegym_db.sandbox.system_calls import prctl
+from tilegym_db.sandbox.processes import prctl
 confine._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
 prctl(38, 1)
 confine.install_filter(confine.FilterOptions(shared_processes=False))

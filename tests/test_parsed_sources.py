@@ -14,8 +14,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import python_source
-from tilegym_db.records.python_source import (
+from tilegym_db.records import expressions
+from tilegym_db.records.expressions import (
     LARGE,
     forget_sources,
     headers_of_large_sources,
@@ -120,8 +120,8 @@ def test_a_catalog_parses_no_shipped_source_that_is_known(monkeypatch: pytest.Mo
     catalog = Catalog((shipped_root(),))
     known = json.loads(shipped_file().read_bytes())["headers"].keys()
     parsed: list[str] = []
-    found = python_source._functions
-    monkeypatch.setattr(python_source, "_functions", lambda text, key="": (parsed.append(key), found(text, key))[1])
+    found = expressions._functions
+    monkeypatch.setattr(expressions, "_functions", lambda text, key="": (parsed.append(key), found(text, key))[1])
     for definition in ("rms_norm", "gemm"):
         assert catalog.solutions_for(definition)
     assert len(parsed) > 4

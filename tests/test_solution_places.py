@@ -18,7 +18,7 @@ from tilegym_db.catalog.record_files import FAMILY_NAME, record_paths
 from tilegym_db.errors import ConflictError, RecordError
 from tilegym_db.published.input_files import record_files
 from tilegym_db.records import Solution
-from tilegym_db.store.fingerprints import fingerprint
+from tilegym_db.store.statements import fingerprint
 
 KERNEL = """
 def run(x, weight, factor, out): out.copy_(x * weight * factor)

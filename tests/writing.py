@@ -114,7 +114,7 @@ def journal(place: Place, key: str) -> None:
 
 
 def search(place: Place, key: str) -> None:
-    from tilegym_db.store.tuning import TuningLog, TuningStep
+    from tilegym_db.store.side_files import TuningLog, TuningStep
 
     content = {
         "run_id": key, "timestamp": "2026-11-01T00:00:00Z", "gpu": "h200", "solution": "row_scale_stock",
@@ -127,7 +127,7 @@ def search(place: Place, key: str) -> None:
 
 def peaks(place: Place, key: str) -> None:
     from tilegym_db.records.roofline import GpuPeaks
-    from tilegym_db.store.peaks_files import save_peaks
+    from tilegym_db.store.side_files import save_peaks
 
     measured = {"value": 4e12, "spread": 0.01, "rounds": 5, "how": "a copy of 1 GiB"}
     content = {
@@ -141,7 +141,7 @@ def peaks(place: Place, key: str) -> None:
 
 def model_run(place: Place, key: str) -> None:
     from tilegym_db.records.model_run import ModelRun
-    from tilegym_db.store.model_runs import save_model_run
+    from tilegym_db.store.side_files import save_model_run
 
     estimate = {"median": 2.0, "ci_low": 1.9, "ci_high": 2.1}
     timing = {"ttft_ms": estimate, "total_ms": estimate}

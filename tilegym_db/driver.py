@@ -14,18 +14,18 @@ _SIGNS = ("dev/nvidiactl", "dev/nvidia0", "proc/driver/nvidia", "dev/dxg", "dev/
 _MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
 
 
-def driver_files(root: Path = Path("/")) -> tuple[Path, ...]:
-    """Return the files that show a driver; empty if no CUDA device is possible. ``root`` is for tests."""
-    return tuple(path for path in (root / sign for sign in _SIGNS) if path.exists())
+def driver_files() -> tuple[Path, ...]:
+    """Return the files that show a driver; empty if no CUDA device is possible."""
+    return tuple(path for path in (Path("/", sign) for sign in _SIGNS) if path.exists())
 
 
-def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
+def driver_gpu_names() -> tuple[str, ...]:
     """Return the device name of every GPU of the driver, such as ``NVIDIA H200``; empty if the driver does not list them.
 
     GPUs that ``CUDA_VISIBLE_DEVICES`` hides are included: use the result to exclude GPUs, not to select them.
     """
     names = []
-    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:
             match = _MODEL.search(path.read_text(encoding="utf-8", errors="replace"))
         except OSError:

@@ -13,7 +13,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import ANY_PARSER, shipped_file
 from tilegym_db.files import write_atomically
 from tilegym_db.paths import shipped_root, use_root
-from tilegym_db.records.python_source import headers_of_large_sources
+from tilegym_db.records.expressions import headers_of_large_sources
 
 
 def main() -> None:

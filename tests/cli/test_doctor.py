@@ -8,7 +8,7 @@ from tilegym_db.cli.doctor import gpu_check, peaks_check
 from tilegym_db.measurement import machine
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.store.peaks_files import save_peaks
+from tilegym_db.store.side_files import save_peaks
 
 RATE = {"spread": 0.004, "rounds": 5, "how": "a call"}
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", driver="580.159.04")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tilegym_db.catalog import Catalog, record_files
-from tilegym_db.store.fingerprints import FILE_NAME
+from tilegym_db.store.statements import FILE_NAME
 
 
 def test_list_has_one_row_per_definition(cli, row_scale):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,11 +20,20 @@ from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
-from tilegym_db.verification.case_queue import CaseQueue, Processors
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.residues import SIZES
 from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
-from tilegym_db.verification.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
+from tilegym_db.verification.worker_handle import (
+    MAX_CPU_SERIES_S,
+    PROMOTION,
+    SCREEN,
+    CaseQueue,
+    Processors,
+    RunnerLimits,
+    WorkerHandle,
+    cpu_series_s,
+)
 
 SEED = 20_261_123
 WORKLOAD = {
@@ -128,7 +138,7 @@ def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterat
                 "cpu",
                 tmp_path / "workers",
                 policy=POLICY,
-                limits=RunnerLimits(fuzz_workers=workers),
+                limits=RunnerLimits(fuzz_workers=workers, series_s=0.1),
             )
             stack.callback(handle.close)
             return Verification(handle, processors=Processors(workers))
@@ -347,6 +357,18 @@ def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: 
     assert seen[1] is not shared.handle
     assert seen[1].worker is None
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+@pytest.mark.parametrize(("series_s", "judged"), [("0", []), ("inf", ["M", "N"])])
+def test_setting_bounds_the_seconds_of_successive_sizes(make: Any, monkeypatch, series_s: str, judged: list[str]):
+    monkeypatch.setenv(MAX_CPU_SERIES_S, series_s)
+    subject = make(KERNEL, 1)
+    subject.handle.policy, subject.handle.limits = SERVED, RunnerLimits(series_s=cpu_series_s())
+    outcome = verified(subject)
+    assert isinstance(outcome, VerifiedWorkload), outcome
+    found = [re.fullmatch(r"sequence: (\d+) .*successive sizes of (\w+) .*", text) for text in outcome.fuzz.passed]
+    assert sorted(line[2] for line in found if line) == judged
+    assert all(int(line[1]) > SIZES // 2 for line in found if line)
 
 
 def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):

@@ -30,7 +30,7 @@ TWO_SIZES = ({"axes": {"M": 40, "N": 32}}, {"axes": {"M": 24, "N": 48}})
 
 # Imports once what every run imports, then makes each run of the command line a separate process.
 LAUNCHER = """import os, sys
-import tilegym_db.measurement.benchmark, tilegym_db.cli.kit.bench_progress
+import tilegym_db.measurement.benchmark, tilegym_db.cli.bench
 from tilegym_db.cli.app import main
 for line in sys.stdin:
     process = os.fork()

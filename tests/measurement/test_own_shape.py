@@ -16,7 +16,6 @@ from conftest import DEFINITION, KERNEL
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verification import session
-from tilegym_db.verification.case_queue import CaseQueue, Processors
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import (
     ShapeResult,
@@ -25,7 +24,7 @@ from tilegym_db.verification.session import (
     VerifiedWorkload,
 )
 from tilegym_db.verification.verifier import Failure
-from tilegym_db.verification.worker_handle import SCREEN, RunnerLimits, WorkerHandle
+from tilegym_db.verification.worker_handle import SCREEN, CaseQueue, Processors, RunnerLimits, WorkerHandle
 
 SEED = 20_261_127
 ROWS = (16, 24, 40)

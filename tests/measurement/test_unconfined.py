@@ -18,8 +18,7 @@ from handicaps import NO_CAPABILITIES, NO_LANDLOCK, keep_a_containers_capabiliti
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import sandbox_check
-from tilegym_db.sandbox.confine import Sandbox
-from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
+from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
 from tilegym_db.sandbox.limits import Confinement
 
 NEEDS_LANDLOCK = pytest.mark.skipif(

@@ -9,8 +9,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.backward import backward_call, backward_problem, differentiated
-from tilegym_db.records.call import Call
+from tilegym_db.records.call import Call, backward_call, backward_problem, differentiated
 
 ROWS = {"shape": ["M", "N"], "dtype": "T"}
 COLUMNS = {"shape": ["N"], "dtype": "T"}

@@ -29,7 +29,7 @@ from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.tuning import TuningStep
+from tilegym_db.store.side_files import TuningStep
 
 EXAMPLES, SOME_EXAMPLES = 400, 100
 LIMIT_S = 5.0

@@ -15,9 +15,9 @@ from tilegym_db.report.weekly import FEW, weekly
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.queries import report_rows
 from tilegym_db.store.queries.report_rows import model_rows
+from tilegym_db.store.side_files import save_model_run
 
 
 def test_the_fastest_of_each_shape_are_the_rows_of_the_view_best(shipped_report: ReportData, store: Store):

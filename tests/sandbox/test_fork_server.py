@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.sandbox import supervisor_process
 from tilegym_db.sandbox.fork_server import EARLY_IMPORTS
-from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, _fork_server
 
 # What a worker finds out about the processes above it: at level 2, its supervisor and the fork server are visible.
 ANCESTORS = """
@@ -118,8 +117,8 @@ def test_a_worker_that_sees_its_fork_server_cannot_reach_it(attempt, peer, offer
 
 
 def test_environments_read_at_import_get_their_own_fork_servers():
-    common = supervisor_process._fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"})
-    other = supervisor_process._fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "2"})
+    common = _fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"})
+    other = _fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "2"})
     try:
         assert common is not other
         assert Path(f"/proc/{common._process.pid}").exists()

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 from tilegym_db.paths import shipped_root
-from tilegym_db.sandbox.confine import FilterOptions, build_filter
-from tilegym_db.sandbox.landlock import PACKAGE
+from tilegym_db.sandbox.confine import PACKAGE, FilterOptions, build_filter
 from tilegym_db.sandbox.limits import Confinement
-from tilegym_db.sandbox.system_calls import NUMBERS, PROCESSORS, this_processor
+from tilegym_db.sandbox.processes import NUMBERS, PROCESSORS, this_processor
 from tilegym_db.sandbox.worker import WorkerProcess
 
 # Evaluates expressions one by one and answers with what each raised, or with what it gave.

@@ -18,8 +18,8 @@ from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.loading import IngestReport
 from tilegym_db.store.loop import append
-from tilegym_db.store.model_runs import read_model_run, save_model_run
 from tilegym_db.store.publish import PublishReport, publish
+from tilegym_db.store.side_files import read_model_run, save_model_run
 
 TINY = f"tiny{MODELS_SUFFIX}"
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"

@@ -110,7 +110,7 @@ def test_trace_superseded_by_a_foreign_one_is_the_newest_again(opened, write_tra
 def test_pass_doubted_later_gives_its_mark_to_the_one_before(opened, root, home, write_traces, trace):
     from tilegym_db.paths import shipped_root
     from tilegym_db.records.roofline import GpuPeaks
-    from tilegym_db.store.peaks_files import save_peaks
+    from tilegym_db.store.side_files import save_peaks
 
     path = root / "definitions" / "norm" / "scale.json"
     record = json.loads(path.read_text())

@@ -193,7 +193,7 @@ def calibrated(root, home):
     """Peaks of an H200 measured here, and an operator that states what it must move."""
     from tilegym_db.paths import shipped_root
     from tilegym_db.records.roofline import GpuPeaks
-    from tilegym_db.store.peaks_files import save_peaks
+    from tilegym_db.store.side_files import save_peaks
 
     save_peaks(GpuPeaks.from_json((shipped_root() / "traces" / "h200" / "peaks.json").read_bytes()), home)
     path = root / "definitions" / "norm" / "scale.json"

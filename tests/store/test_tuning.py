@@ -14,7 +14,7 @@ from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.published.input_files import read_lines
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish
-from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
+from tilegym_db.store.side_files import TuningLog, TuningStep, read_tuning_steps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -132,7 +132,10 @@ def test_sums_whose_products_keep_their_sign_at_underflow_pass():
         ({"codes": {"out": "exact when x"}}, "'x' must be an input that is a Python bool"),
         ({"codes": {"out": "exact when neither"}}, "'neither' must be an input that is a Python bool"),
         ({"codes": {"out": "exact"}, "oracle": "lifted"}, "set 'oracle': 'as_written'"),
-        ({"codes": {"out": "exact"}, "outputs": {"out": {**CODES, "dtype": "int32"}}}, "integers are always exact"),
+        (
+            {"codes": {"out": "exact"}, "outputs": {"out": {**CODES, "dtype": "int32"}}},
+            "integers, which are always exact",
+        ),
     ],
 )
 def test_exactness_that_cannot_be_judged_is_refused_with_its_key(changes, message, cast):

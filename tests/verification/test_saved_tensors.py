@@ -13,8 +13,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import backward_problem, bind_forward, differentiated
-from tilegym_db.records.call import Call
+from tilegym_db.records.call import Call, backward_problem, bind_forward, differentiated
 from tilegym_db.records.case import Case
 from tilegym_db.verification.distributions import CONTENTS
 from tilegym_db.verification.expected import make_oracle_case

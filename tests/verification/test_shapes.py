@@ -23,7 +23,6 @@ from tilegym_db.verification.cases import (
     fuzz_cases,
     sibling_of,
     summed_axis,
-    why_no_case,
 )
 from tilegym_db.verification.distributions import DISTRIBUTIONS, HIDES_SCALARS, PLANTED, STEPS, may_overflow, parts_of
 from tilegym_db.verification.expected import make_oracle_case
@@ -230,11 +229,9 @@ def test_a_solution_for_large_shapes_only_gets_large_ones(operator):
     assert [case.call.axes for case in cases] == [{"M": 256, "N": 16384}] * 4
 
 
-def test_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
+def test_solution_for_shapes_that_cannot_be_tried_has_no_cases(operator):
     assert fuzz(operator(), "M == 12345", "N == 54321") == []
     assert fuzz(operator(), "N < 1") == []
-    reason = why_no_case(operator(), solution("M == 12345", "N == 54321"))
-    assert "(N >= 1 and M == 12345 and N == 54321)" in reason
 
 
 def test_operator_without_free_axes_still_varies_in_its_contents(operator):

@@ -11,7 +11,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Solution
-from tilegym_db.records.python_source import has_product
+from tilegym_db.records.expressions import has_product
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.verifier import Failure, judge

@@ -208,7 +208,7 @@ class CatalogReader:
 
     def backwards_of(self, definition: str) -> list[Definition]:
         """Return the Definitions that compute gradients of one, most gradients first. One that does not fit is left out."""
-        from tilegym_db.records.backward import backward_problem
+        from tilegym_db.records.call import backward_problem
 
         forward = self.definition(definition)
         found = []
@@ -249,7 +249,7 @@ class CatalogReader:
         Raises:
             RecordError: the forward does not exist, is broken, or does not match this backward.
         """
-        from tilegym_db.records.backward import bind_forward
+        from tilegym_db.records.call import bind_forward
 
         if not record.saved:
             return record

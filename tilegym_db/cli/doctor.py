@@ -147,7 +147,7 @@ def calibrate_command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.measurement.calibrate import calibrate
-    from tilegym_db.store.peaks_files import save_peaks
+    from tilegym_db.store.side_files import save_peaks
 
     peaks = calibrate(select_machine(gpu))
     path = save_peaks(peaks)
@@ -399,7 +399,7 @@ def check_sandbox() -> Iterator[Check]:
     """Yield the state of the sandbox, and which kernels are verified if workers cannot be confined."""
     import importlib.util
 
-    from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
+    from tilegym_db.sandbox.confine import MINIMAL_VERSION, landlock_version
 
     if importlib.util.find_spec("torch") is None:
         return
@@ -451,9 +451,9 @@ def check_peaks() -> Iterator[Check]:
 
 
 def peaks_check(own: GpuPeaks | None, known: GpuPeaks | None, gpu: str, driver: str) -> Check:
-    """Report the calibration of a GPU, or that the known values were measured under other conditions.
+    """Report the calibration of a GPU; without one, the values from elsewhere and how to calibrate.
 
-    ``own`` has the values of this machine, device and driver. ``known`` has the best other ones.
+    ``own`` was measured on this machine with this device and driver, ``known`` under other conditions.
     """
     if own is not None:
         return Check("peaks", "ok", f"{gpu} calibrated {_spelled_peaks(own)}")

@@ -70,7 +70,7 @@ def listed_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of a family and status, from ``describe``; by default rows of Definitions, which are cached."""
     from tilegym_db.paths import home
-    from tilegym_db.store.fingerprints import keep_rows, kept_rows, state_of
+    from tilegym_db.store.statements import keep_rows, kept_rows, state_of
 
     keeps = describe is None and home().is_dir()
     state = state_of(catalog) if keeps else ""

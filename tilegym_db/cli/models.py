@@ -81,7 +81,7 @@ def fit_command(
 
     devices = devices_of_options(gpu, gpus)
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt-tokens", prompt_tokens)
-    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.cli.bench import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
     options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock, require)
@@ -219,7 +219,7 @@ def bench_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.cli.bench import Progress
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 
     options = ModelBenchOptions(
@@ -249,7 +249,7 @@ def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None
 def _store(run: ModelRun) -> Path:
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest
-    from tilegym_db.store.model_runs import save_model_run
+    from tilegym_db.store.side_files import save_model_run
 
     path = save_model_run(run)
     with open_store() as store:
@@ -437,7 +437,7 @@ def _measure(
 
     devices = devices_of_options(gpu, gpus)
     begin_workers(devices)
-    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.cli.bench import Progress
     from tilegym_db.loop.coverage import measure_next, served_share
 
     def planned(plan: CoveragePlan) -> None:

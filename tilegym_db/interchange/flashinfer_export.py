@@ -24,7 +24,7 @@ from tilegym_db.interchange.adapt import WIDE_INTEGERS
 from tilegym_db.interchange.checks import FIB_DTYPES
 from tilegym_db.interchange.collecting import SIDE_FILE
 from tilegym_db.records import Config, Definition, Trace, Workload
-from tilegym_db.records.backward import forward_of
+from tilegym_db.records.call import forward_of
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.expressions import evaluate_int, names_in
 from tilegym_db.records.solution import config_id, find_function, spell_config

@@ -44,8 +44,8 @@ from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.loop import append, journaled, loop_lock
-from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.publish import publish, published_folder
+from tilegym_db.store.side_files import save_model_run
 
 Say = Callable[[str], None]
 SUBMITTED = ".submitted"

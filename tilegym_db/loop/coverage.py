@@ -176,7 +176,7 @@ class CoveragePlan:
 
     @property
     def share(self) -> float:
-        """The share of questions that kernels answer now."""
+        """Share of the questions that a kernel answers now, as opposed to stock code or nothing."""
         return sum(self.answers[name] for name in KERNEL) / max(1, self.questions)
 
     def expected_share(self, points: int | None = None) -> float:

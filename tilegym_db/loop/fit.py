@@ -38,8 +38,8 @@ from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.model_runs import save_model_run, stored_model_runs
 from tilegym_db.store.publish import publish
+from tilegym_db.store.side_files import save_model_run, stored_model_runs
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _processes() -> CapacityLimiter:
 
 
 def command_words(command: str, values: Sequence[str | None], options: Mapping[str, object]) -> list[str]:
-    """Return the words of a command line on which no value is read as an option, even one that begins with ``-``."""
+    """Return words for a command line that read no value as an option, not even one that begins with ``-``."""
     named = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     return [*command.split(), *named, "--", *(value for value in values if value is not None)]
 

@@ -269,7 +269,7 @@ def _run(
 
 
 def _copying_us(runner: Runner, pool: BufferPool) -> float:
-    """Return the maximum cost per call of copying returned outputs: a launch each, and slow memory."""
+    """Return the most that copying returned outputs costs per call: a launch for each, at the speed of slow memory."""
     if runner.solution.record.spec.destination_passing_style:
         return 0.0
     launch_us, bytes_per_us = (5.0, 2e3) if runner.device == CPU else (4.0, 1.5e6)

@@ -20,7 +20,7 @@ from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, median
 from tilegym_db.records.roofline import GpuPeaks, Measured
-from tilegym_db.store.peaks_files import save_peaks
+from tilegym_db.store.side_files import save_peaks
 
 if TYPE_CHECKING:
     import torch

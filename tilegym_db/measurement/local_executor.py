@@ -30,7 +30,6 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.limits import available_memory, available_processors, host_share
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.case_queue import Processors
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.expected import give_back_memory
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
@@ -43,7 +42,15 @@ from tilegym_db.verification.session import (
     max_fuzz_workers,
 )
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
-from tilegym_db.verification.worker_handle import INTERPRETER, UNTIMED, RunnerLimits, TierPolicy, WorkerHandle
+from tilegym_db.verification.worker_handle import (
+    INTERPRETER,
+    UNTIMED,
+    Processors,
+    RunnerLimits,
+    TierPolicy,
+    WorkerHandle,
+    cpu_series_s,
+)
 
 Starting = Callable[[str], None]
 
@@ -198,6 +205,7 @@ class LocalExecutor:
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
                 fuzz_workers=max_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
+                series_s=math.inf if machine.is_gpu else cpu_series_s(),
             ),
             phases=self.context.phases,
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
@@ -272,7 +280,7 @@ AHEAD_SHARE = 16
 
 @dataclass
 class FreshAhead:
-    """Drawing of the fresh contents of clock audits while a GPU waits for compilers; timing draws those that are left.
+    """Fresh contents for clock audits, drawn while a GPU waits for compilers; timing draws those that are missing.
 
     The oracle of 32 contents takes longer than all timed calls, if the reference loops over tokens or heads.
     """

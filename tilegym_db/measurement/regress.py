@@ -447,7 +447,7 @@ def compare_versions(old: Sequence[float], new: Sequence[float], control: Contro
 
 @dataclass(frozen=True)
 class Pair:
-    """A Solution of today and its old version."""
+    """A Solution as it is now, and the old version that it is compared with."""
 
     new: SolutionFiles
     old: Version

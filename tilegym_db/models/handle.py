@@ -104,7 +104,7 @@ class Handle:
             self._changed.append((model, self._decoding.ours))
 
     def add_products(self, products: Products) -> None:
-        """Add the products of linear layers, which ask for kernels in the graphs of ``generate`` alone."""
+        """Add the products of linear layers, which ask for kernels only inside the graphs of ``generate``."""
         self._products = products
         self._sites += products.rows
         if products.sites:
@@ -324,7 +324,7 @@ class Handle:
     # -- removal of sites that nothing serves -------------------------------------------------------------------------
 
     def leave(self, never_served: Callable[[CallSiteReport], str]) -> None:
-        """Remove the call sites for which there is a reason that nothing will ever serve them."""
+        """Remove the call sites that nothing will ever serve: those that ``never_served`` gives a reason for."""
         for described, site in self._sites:
             reason = "" if site is None else never_served(described)
             if site is not None and reason and site.give_up is not None:
@@ -358,7 +358,7 @@ class Handle:
 
 
 def _own_code(found: ModuleGroup) -> OwnCode | None:
-    """Return a part's description of the model's own code; None for the many parts that have one execution mode."""
+    """Return what a part says of the model's own code; None for parts whose code has one execution mode, as most do."""
     ask = getattr(part(found.kind), "own_code", None)
     answer: OwnCode | None = None if ask is None else ask(found)
     return answer

@@ -448,7 +448,7 @@ class PublishedTables:
 
     @property
     def lock(self) -> ServingLock | None:
-        """The only kernels that may serve, if the catalog has such a lock."""
+        """The list of the only kernels that may serve; None if the catalog has no such lock."""
         lock: ServingLock | None = self._catalog.lock
         return lock
 

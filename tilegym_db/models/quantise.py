@@ -193,7 +193,7 @@ def refuse(model: Module, way: str) -> None:
 
 
 def choose(model: Module) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
-    """Return the layers to quantise by name, and the reason against each other linear layer and against experts."""
+    """Return the layers to quantise, by name, and for each other linear layer and for experts the reason why not."""
     patterns, places = _default_skips(model), Counter(_places(model))
     chosen, skipped = {}, {}
     for name, module in model.named_modules():

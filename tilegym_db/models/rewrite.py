@@ -353,7 +353,7 @@ def _norm(statements: Sequence[ast.stmt], total: str) -> _Norm | None:
 
 
 def _runs_first(value: ast.expr, call: ast.Call) -> bool:
-    """Return True if an expression does nothing but read variables and attributes before a call in it."""
+    """Return True if an expression only reads variables and attributes before it makes a call in it."""
     if value is call:
         return True
     match value:

@@ -22,7 +22,7 @@ import torch
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
-from tilegym_db.records.backward import differentiated
+from tilegym_db.records.call import differentiated
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.resolver.dispatch import Dispatcher, DispatchReport
 from tilegym_db.resolver.hot_path import allocate_of

@@ -257,7 +257,7 @@ def why_no_table(gpu: str) -> str:
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
-    """Return a team's tables that may serve a GPU slug, or the first slug of a family that has tables."""
+    """Return a team's tables for a GPU slug; for a family, those of its first slug that has any."""
     there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
     slugs = gpus_meant(gpu, (table.gpu for table in there))
     return [table for table in there if table.gpu == slugs[0]] if slugs else []

@@ -52,9 +52,16 @@ from tilegym_db.records.definition_rules import (
     check_tolerance,
 )
 from tilegym_db.records.dtypes import DTYPE_BYTES, SHORT_NAMES, DType
-from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int, names_in
+from tilegym_db.records.expressions import (
+    check_content_constraints,
+    check_function,
+    evaluate,
+    evaluate_bool,
+    evaluate_int,
+    has_product,
+    names_in,
+)
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.python_source import check_function, has_product
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _VERSION = r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$"
@@ -97,7 +104,7 @@ class Definition(Record):
     joint_inputs: JointInputs | None = None
     """Inputs that depend on each other, and the function that draws them."""
     backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
+    """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.call`."""
     saved: tuple[str, ...] = ()
     """Inputs of a backward that are outputs of the forward call; they are drawn by evaluating the forward."""
     gathers: dict[str, str] = {}

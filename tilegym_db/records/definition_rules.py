@@ -25,9 +25,14 @@ from tilegym_db.records.definition_parts import (
     Tolerance,
 )
 from tilegym_db.records.dtypes import CODE_DTYPES, DTYPE_BYTES, FLOAT_DTYPES, INTEGER_DTYPES, RECORD_DTYPES
-from tilegym_db.records.expressions import evaluate_bool, names_in, parse_expression
+from tilegym_db.records.expressions import (
+    check_function,
+    evaluate_bool,
+    function_parameters,
+    names_in,
+    parse_expression,
+)
 from tilegym_db.records.layouts import parse_layout
-from tilegym_db.records.python_source import check_function, function_parameters
 
 GRADIENT = "grad_"
 """Prefix of a gradient's name in a backward Definition."""
@@ -496,7 +501,8 @@ def check_codes(
         if not CODE_DTYPES.issuperset(choices):
             known = ", ".join(sorted(CODE_DTYPES))
             raise RecordError(
-                f"codes.{name}: its dtype is {', '.join(choices)}, and not of {known}; integers are always exact",
+                f"codes.{name}: its dtype is {', '.join(choices)}, but only {known} have codes. "
+                "Remove it for integers, which are always exact",
                 code="codes_dtype",
             )
         if oracle != "as_written":
@@ -638,7 +644,7 @@ def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: 
             continue
         if dtype not in _ROUNDED or dtype not in _dtypes_of(outputs.values(), dtypes):
             raise RecordError(
-                f"tolerance.{dtype}.share: no output is a float of that dtype, compared element by element; "
+                f"tolerance.{dtype}.share: no output of that dtype is a float that is compared element by element; "
                 "codes and integers have other rules",
                 code="share_without_output",
             )

@@ -160,7 +160,9 @@ class ModelRun(Record):
     def _shares_are_of_one_whole(self) -> Self:
         shares = (self.gpu_shares or {}).values()
         if any(share < 0 for share in shares) or sum(shares) > 1.0001:  # each is rounded
-            raise RecordError(f"gpu_shares {self.gpu_shares} are not shares of one time", code="gpu_shares_invalid")
+            raise RecordError(
+                f"gpu_shares {self.gpu_shares} must not be negative, and add up to 1 at most", code="gpu_shares_invalid"
+            )
         return self
 
     @model_validator(mode="after")

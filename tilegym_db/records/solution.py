@@ -32,10 +32,9 @@ from tilegym_db.records.base import (
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import ExpressionText
 from tilegym_db.records.dtypes import DType
-from tilegym_db.records.expressions import evaluate_bool, names_in
+from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
-from tilegym_db.records.python_source import parse_source
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")

@@ -12,8 +12,17 @@ from tilegym_db.errors import NoSolutionError, UsageError, check_kind, did_you_m
 from tilegym_db.published.entries import REQUIREMENTS, Entry, spelled_requirements, why_outside_scalars
 from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
-from tilegym_db.records.backward import backward_call
-from tilegym_db.records.call import LAUNCHES, MODES, Call, Launch, Mode, Request, bind_call, is_code_selecting
+from tilegym_db.records.call import (
+    LAUNCHES,
+    MODES,
+    Call,
+    Launch,
+    Mode,
+    Request,
+    backward_call,
+    bind_call,
+    is_code_selecting,
+)
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES

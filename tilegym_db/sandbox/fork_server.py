@@ -30,11 +30,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tilegym_db.sandbox import protocol
-from tilegym_db.sandbox.confine import choose_user, confine, is_readable_by_others, isolate_view, new_process_namespace
-from tilegym_db.sandbox.landlock import program_folders
+from tilegym_db.sandbox.confine import (
+    choose_user,
+    confine,
+    is_readable_by_others,
+    isolate_view,
+    new_process_namespace,
+    program_folders,
+)
 from tilegym_db.sandbox.limits import WorkerSpec
-from tilegym_db.sandbox.processes import Watch, kill_descendants, reap
-from tilegym_db.sandbox.system_calls import SET_DUMPABLE, SandboxError, drop_capabilities, forgo_capabilities, prctl
+from tilegym_db.sandbox.processes import (
+    SET_DUMPABLE,
+    SandboxError,
+    Watch,
+    drop_capabilities,
+    forgo_capabilities,
+    kill_descendants,
+    prctl,
+    reap,
+)
 
 SUPERVISOR_CHANNEL = 3
 """The number of the supervisor's descriptor of the worker's channel."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import signal
 import stat
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tilegym_db.errors import TilegymDBError
 from tilegym_db.sandbox.limits import ResourceBounds, Usage, violation
 
 _BLOCK = 512
@@ -214,3 +219,231 @@ def _next(started: float, every_s: tuple[float, float]) -> float:
     now = time.monotonic()
     shortest, longest = every_s
     return now + min(longest, max(shortest, (now - started) / _SHARE_OF_TIME))
+
+
+# ---- system calls ---------------------------------------------------------------------------------
+# Linux system calls that the sandbox needs and Python lacks, made through the C library; and their numbers.
+#
+# Every function raises :class:`SandboxError`, naming the call and what the kernel said, if the kernel refuses.
+
+
+class SandboxError(TilegymDBError):
+    """A part of the sandbox that is not available here; the message names it and the reason."""
+
+    code = "sandbox"
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The data of a processor for a system call filter: its audit code and its column in :data:`NUMBERS`."""
+
+    audit_code: int
+    column: int
+
+
+PROCESSORS = {"x86_64": Processor(0xC000003E, 0), "aarch64": Processor(0xC00000B7, 1)}
+
+# Name -> number on x86_64 and on aarch64; None if the processor has no such call.
+NUMBERS: dict[str, tuple[int | None, int | None]] = {
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "adjtimex": (159, 171),
+    "bind": (49, 200),
+    "bpf": (321, 280),
+    "chmod": (90, None),
+    "chown": (92, None),
+    "chroot": (161, 51),
+    "clock_adjtime": (305, 266),
+    "clock_settime": (227, 112),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "connect": (42, 203),
+    "delete_module": (176, 106),
+    "fanotify_init": (300, 262),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "file_setattr": (469, 469),
+    "finit_module": (313, 273),
+    "fremovexattr": (199, 16),
+    "fsconfig": (431, 431),
+    "fsetxattr": (190, 7),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "futimesat": (261, None),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "ioperm": (173, None),
+    "iopl": (172, None),
+    "ioprio_set": (251, 30),
+    "kcmp": (312, 272),
+    "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "kill": (62, 129),
+    "landlock_add_rule": (445, 445),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_restrict_self": (446, 446),
+    "lchown": (94, None),
+    "listen": (50, 201),
+    "lremovexattr": (198, 15),
+    "lsetxattr": (189, 6),
+    "memfd_secret": (447, 447),
+    "migrate_pages": (256, 238),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "move_pages": (279, 239),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
+    "perf_event_open": (298, 241),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "pivot_root": (155, 41),
+    "prlimit64": (302, 261),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "reboot": (169, 142),
+    "removexattr": (197, 14),
+    "removexattrat": (466, 466),
+    "request_key": (249, 218),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "seccomp": (317, 277),
+    "semget": (64, 190),
+    "setdomainname": (171, 162),
+    "sethostname": (170, 161),
+    "setns": (308, 268),
+    "setpgid": (109, 154),
+    "setpriority": (141, 140),
+    "setsid": (112, 157),
+    "settimeofday": (164, 170),
+    "setxattr": (188, 5),
+    "setxattrat": (463, 463),
+    "shmget": (29, 194),
+    "socket": (41, 198),
+    "swapoff": (168, 225),
+    "swapon": (167, 224),
+    "syslog": (103, 116),
+    "tgkill": (234, 131),
+    "tkill": (200, 130),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+    "utime": (132, None),
+    "utimensat": (280, 88),
+    "utimes": (235, None),
+    "vhangup": (153, 58),
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_AT_CURRENT_FOLDER = -100
+_CLONE_TREE, _RECURSIVE, _EMPTY_FROM_PATH = 1, 0x8000, 0x4
+_CAPABILITY_VERSION = 0x20080522
+_DROP_FROM_BOUNDING_SET, _AMBIENT, _CLEAR_AMBIENT = 24, 47, 4
+
+
+def this_processor() -> Processor:
+    """Return the processor that this process runs on."""
+    name = platform.machine()
+    if name not in PROCESSORS:
+        raise SandboxError(f"no system call numbers are known for {name}", code="processor_unknown")
+    return PROCESSORS[name]
+
+
+def invoke(name: str, *arguments: Any) -> int:
+    """Make a system call by its name."""
+    number = NUMBERS[name][this_processor().column]
+    _libc.syscall.restype = ctypes.c_long
+    wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _checked(name, _libc.syscall(ctypes.c_long(number or -1), *wide))
+
+
+SET_DUMPABLE = 4
+"""The option of :func:`prctl` for whether other processes of the same user may look into this one."""
+
+
+def prctl(option: int, *arguments: int) -> int:
+    """Change something about this process."""
+    values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
+    return _checked(f"prctl({option})", _libc.prctl(option, *values))
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces that are shared with others."""
+    _checked("unshare", _libc.unshare(flags))
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """Mount; the arguments of mount(2)."""
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    _checked(f"mount on {target}", _libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]))
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd"))
+
+
+def set_mount_attributes(path: str, attributes: int) -> None:
+    """Add attributes to a mount and to everything mounted below it."""
+    change = _MountAttributes(attr_set=attributes)
+    size = ctypes.sizeof(change)
+    invoke("mount_setattr", _AT_CURRENT_FOLDER, path.encode(), _RECURSIVE, ctypes.byref(change), size)
+
+
+def clone_mount(path: str) -> int:
+    """Return a descriptor of the mounts at a path, to be attached elsewhere or later."""
+    return invoke("open_tree", _AT_CURRENT_FOLDER, path.encode(), _CLONE_TREE | _RECURSIVE | os.O_CLOEXEC)
+
+
+def attach_mount(clone: int, path: str) -> None:
+    """Attach the result of :func:`clone_mount` and close its descriptor."""
+    invoke("move_mount", clone, b"", _AT_CURRENT_FOLDER, path.encode(), _EMPTY_FROM_PATH)
+    os.close(clone)
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+def forgo_capabilities() -> None:
+    """Remove capabilities that later programs could gain; this needs a capability."""
+    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+        last = int(file.read())
+    for capability in range(last + 1):
+        prctl(_DROP_FROM_BOUNDING_SET, capability)
+    prctl(_AMBIENT, _CLEAR_AMBIENT)
+
+
+def drop_capabilities() -> None:
+    """Drop every capability of this process; this needs no capability."""
+    nothing = (ctypes.c_uint32 * 6)()
+    header = _CapabilityHeader(_CAPABILITY_VERSION, 0)
+    _checked("capset", _libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
+
+
+def _checked(what: str, result: int) -> int:
+    if result < 0:
+        raise SandboxError(f"{what}: {os.strerror(ctypes.get_errno())}", code="system_call_refused")
+    return result

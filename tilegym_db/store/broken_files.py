@@ -15,7 +15,7 @@ from tilegym_db.records.base import Record
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import CUT_OFF, read_journal
 from tilegym_db.store.loop import loop_journals, rejected_lines
-from tilegym_db.store.model_runs import FOLDER, read_model_run
+from tilegym_db.store.side_files import MODEL_RUNS, read_model_run
 
 BUDGET_S = 1.5
 """Maximum seconds spent on reading one folder, newest files first. The oldest files are skipped."""
@@ -42,7 +42,7 @@ def broken_files(home: Path) -> Iterator[BrokenFiles]:
     yield _found(home / "runs", "journals", _named(home / "runs", "*.jsonl"), _of_journal)
     peaks = home / "peaks"
     yield _found(peaks, "calibrations", _named(peaks, "*.json"), _of_record(GpuPeaks, "calibration"))
-    models = home / FOLDER
+    models = home / MODEL_RUNS
     yield _found(models, "model runs", _named(models, "*.json"), lambda path: _of_model_run(path, home))
     loop = loop_journals(home)
     yield _found(loop_folder(home), "loop journals", [*loop], lambda path: _of_loop_journal(loop[path], path))

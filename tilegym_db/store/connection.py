@@ -21,7 +21,7 @@ from tilegym_db.paths import home
 from tilegym_db.store import statements
 from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
 from tilegym_db.store.database import LOCK_TIMEOUT_S, Store, connect, writer_lock
-from tilegym_db.store.fingerprints import fingerprints, outdated
+from tilegym_db.store.statements import fingerprints, outdated
 
 DATABASE_NAME = "tilegym.duckdb"
 CREATION_TIMEOUT_S = 120.0

@@ -37,7 +37,6 @@ from tilegym_db.store.database import (
     write_ahead_log,
     writer_lock,
 )
-from tilegym_db.store.fingerprints import fingerprints, views_fingerprint
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.journal import Journal, journal_files
 from tilegym_db.store.loading import (
@@ -50,9 +49,14 @@ from tilegym_db.store.loading import (
     mark_newest,
 )
 from tilegym_db.store.loop import sync_loop
-from tilegym_db.store.model_runs import load_model_runs, published_model_rows
-from tilegym_db.store.peaks_files import peaks_rows
-from tilegym_db.store.tuning import load_tuning, published_tuning_rows
+from tilegym_db.store.side_files import (
+    load_model_runs,
+    load_tuning,
+    peaks_rows,
+    published_model_rows,
+    published_tuning_rows,
+)
+from tilegym_db.store.statements import fingerprints, views_fingerprint
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -329,7 +333,7 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
 
 # ---- refresh --------------------------------------------------------------------------------------
 # Reloads changed sources of the database: the views' text, the catalog, peaks, and shipped traces, searches and model
-# runs. :mod:`tilegym_db.store.fingerprints` finds the changes.
+# runs. :mod:`tilegym_db.store.statements` finds the changes.
 
 
 def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:

@@ -71,9 +71,8 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
-from tilegym_db.store.model_runs import model_texts
-from tilegym_db.store.peaks_files import peaks_text
 from tilegym_db.store.queries.publishing import SHAPE
+from tilegym_db.store.side_files import model_texts, peaks_text
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """Command that shows the traces with impossible figures, and the reasons."""

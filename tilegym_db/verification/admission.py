@@ -24,8 +24,7 @@ from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import RecordError, SolutionError
 from tilegym_db.paths import scratch_folder, shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import bind_forward
-from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.call import Call, bind_forward, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.sandbox.limits import ResourceBounds

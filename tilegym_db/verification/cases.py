@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.backward import forward_of
-from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.call import Call, forward_of, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.records.definition_rules import GRADIENT
@@ -316,7 +315,7 @@ def fuzz_cases(
             cannot recognise a fuzz case by its unusual sizes.
         dtypes: the dtype binding in use.
         scalars: scalar inputs by name; continuous ones are varied around their values.
-        count: maximum number of cases; fewer or none if the constraints leave no more (:func:`why_no_case`).
+        count: maximum number of cases; fewer or none if the constraints leave no more.
         seed: secret of this run.
         max_rows: maximum rows of the largest tensor, over all axes except the last. Below ``MAX_ROWS``, no sum is long.
     """
@@ -401,13 +400,6 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     scalars = scalars_with_axes(definition, scalars, case.call.axes)
     call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
     return replace(case, call=call, distribution=contents, seed=seed)
-
-
-def why_no_case(definition: Definition, solution: Solution) -> str:
-    """Return the reason why :func:`fuzz_cases` found no case, for the author of the Solution."""
-    constraints = " and ".join((*definition.constraints, *solution.spec.constraints)) or "none"
-    most = MAX_ELEMENTS * _WIDER_LIMITS
-    return f"no shape of at most {most} elements per tensor was found that meets the constraints ({constraints})"
 
 
 # ---- fuzz layouts ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tilegym_db.errors import RecordError, TilegymDBError, check_kind
 from tilegym_db.files import read_bytes
 from tilegym_db.published.input_files import pattern_files
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import backward_problem
+from tilegym_db.records.call import backward_problem
 from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 from tilegym_db.scaffold import read_definition_file

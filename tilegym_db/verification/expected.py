@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,17 @@ from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.large import LargeCase
-from tilegym_db.verification.oracle import as_written, at_indices, joined, joined_budget, joining_axis, oracle, parted
-from tilegym_db.verification.sparse import leaves_the_rest_out, without_weight
+from tilegym_db.verification.oracle import (
+    LIFTED_DTYPES,
+    as_written,
+    at_indices,
+    in_fp64,
+    joined,
+    joined_budget,
+    joining_axis,
+    oracle,
+    parted,
+)
 
 
 @dataclass(frozen=True)
@@ -392,3 +402,62 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
                 f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
                 code="output_differs",
             )
+
+
+# ---- positions of a long prompt -------------------------------------------------------------------
+# Long calls of which an oracle is affordable at a few positions only, such as attention to all of 65,536 keys.
+#
+# All positions but a few get no weight: a column of the other inputs makes their scores so low that exp gives zero. What is
+# left is the same operator at the few positions, which lie far apart. The reference of each operator is tried at a small
+# size, because this does not hold for all. Then a kernel that leaves out keys far away is wrong, because most of the few are
+# far from each other.
+
+PROBED_SIZE, PROBED_POSITIONS = 160, 24
+LIFT, SINK = 64.0, -16384.0
+"""Values of one column: of all queries, and of the keys without weight. Their product ends every score near zero."""
+_MATRIX = 2
+
+
+def without_weight(
+    definition: Definition, inputs: Mapping[str, Any], axis: str, kept: torch.Tensor, seed: int
+) -> dict[str, Any] | None:
+    """Return the inputs, changed so that a softmax over an axis leaves all indices out that are not kept.
+
+    The first matrix gets a column of large numbers. Others get the same column: zero at kept indices of the axis, and far below
+    zero elsewhere. None if no other matrix has rows along the axis.
+    """
+    matrices = [
+        name
+        for name in definition.tensor_inputs
+        if len(definition.inputs[name].shape or ()) >= _MATRIX and inputs[name].dtype in LIFTED_DTYPES
+    ]
+    along = [name for name in matrices[1:] if (definition.inputs[name].shape or ())[-2] == axis]
+    if not along or min(inputs[name].shape[-1] for name in (matrices[0], *along)) < _MATRIX:
+        return None
+    column = random.Random(f"column {seed}").randrange(min(inputs[name].shape[-1] for name in (matrices[0], *along)))
+    found = {**inputs, **{name: inputs[name].clone() for name in (matrices[0], *along)}}
+    found[matrices[0]][..., column] = LIFT
+    for name in along:
+        found[name][..., column] = SINK
+        found[name][..., kept, column] = 0
+    return found
+
+
+def leaves_the_rest_out(definition: Definition, case: Case, axis: str, device: str) -> bool:
+    """Return True if the reference gives the same results at some indices of an axis alone as among others without weight."""
+    try:
+        axes = definition.bind_axes({name: case.call.axes[name] for name in definition.var_axes} | {axis: PROBED_SIZE})
+        small = replace(case, call=replace(case.call, axes=axes))
+        drawn = random.Random(f"probe {case.seed}").sample(range(PROBED_SIZE), PROBED_POSITIONS)
+        kept = torch.tensor(sorted(drawn), device=device)
+        inputs = without_weight(definition, draw_inputs(definition, small, device), axis, kept, case.seed)
+        if inputs is None:
+            return False
+        among = at_indices(definition, in_fp64(definition, inputs), {axis: kept})
+        alone = in_fp64(definition, at_indices(definition, inputs, {axis: kept}))
+    except RecordError:
+        return False
+    return all(
+        value.dtype is torch.float64 and torch.allclose(among[name], value, rtol=1e-9, atol=1e-12)
+        for name, value in alone.items()
+    )

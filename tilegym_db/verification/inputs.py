@@ -20,7 +20,7 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import forward_of
+from tilegym_db.records.call import forward_of
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar

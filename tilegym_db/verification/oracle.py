@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.python_source import function_parameters
+from tilegym_db.records.expressions import function_parameters
 
 # ---- slicing --------------------------------------------------------------------------------------
 # Evaluates a reference slice by slice along independent axes.

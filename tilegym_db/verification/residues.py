@@ -37,7 +37,12 @@ SPARE = 64
 """Indices of the shared contents beyond the largest size, so that calls differ in the index that they begin at."""
 AXIS_S, ALL_S, COMPILED = 5.0, 15.0, 4
 """Seconds for one axis, without its slowest calls, which compile, and for all axes. A kernel that is compiled for each size
-gets through some of them only."""
+gets through some of them only. ``RunnerLimits.series_s`` may be less than the seconds for one axis."""
+
+
+def all_s(handle: WorkerHandle) -> float:
+    """Return the seconds for all axes."""
+    return min(ALL_S, ALL_S / AXIS_S * handle.limits.series_s)
 
 
 def check_residues(
@@ -63,7 +68,7 @@ def check_residues(
     axes = list(handle.definition.var_axes)
     for axis in drawn.sample(axes, len(axes)):
         shapes = successive(handle, cases, axis, drawn)
-        if handle.aborted or time.monotonic() - began > ALL_S:
+        if handle.aborted or time.monotonic() - began > all_s(handle):
             break
         if shapes:
             found = _Run(handle, axis, shapes, drawn, cache, fails_in_stock_code).outcome()
@@ -111,7 +116,7 @@ class _Run:
 
     def _calls(self, memory: SequenceMemory, order: Sequence[int]) -> int | Failure:
         """Make a call for each size until time is up."""
-        spent, judged = list[float](), 0
+        spent, judged, axis_s = list[float](), 0, min(AXIS_S, self.handle.limits.series_s)
         for number, expected in enumerate(self._expected(order)):
             began = time.monotonic()
             if expected is not None:
@@ -121,7 +126,7 @@ class _Run:
                     return failure
                 judged += 1
             spent.append(time.monotonic() - began)
-            if self.handle.aborted or sum(sorted(spent)[:-COMPILED]) > AXIS_S or sum(spent) > ALL_S:
+            if self.handle.aborted or sum(sorted(spent)[:-COMPILED]) > axis_s or sum(spent) > all_s(self.handle):
                 break
         return judged
 

@@ -229,7 +229,7 @@ def _pairings(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _repeats(draws: Draws, index: torch.Tensor, chance: float, margin: float) -> str | None:
-    """Return a problem if two calls with different random numbers agree more or less often than the law says; else None."""
+    """Return a problem if calls with different random numbers agree more or less often than the law allows, or None."""
     calls = len(index) // 2
     judged = draws.judged[:calls]
     pairs = int(judged.sum())

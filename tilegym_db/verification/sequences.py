@@ -293,7 +293,9 @@ def _rounds(
     second = [number for number, size in enumerate(sizes) if size in upper]
     everything = [number for number, size in enumerate(sizes) if size not in upper]
     drawn.shuffle(everything)
-    shapes = memory.play(everything, first, "after calls of other shapes", seconds=SHAPES_S)
+    shapes = memory.play(
+        everything, first, "after calls of other shapes", seconds=min(SHAPES_S, memory.handle.limits.series_s)
+    )
     if isinstance(shapes, Failure):
         return shapes
     alone = {number: memory.outputs(number) for number in everything[:shapes] if number not in first}

@@ -27,7 +27,6 @@ from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.limits import available_processors
 from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
-from tilegym_db.verification.case_queue import CaseQueue, Pair, Processors
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.comparison import is_undefined
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
@@ -54,7 +53,7 @@ from tilegym_db.verification.verifier import (
     cannot_verify,
     judge_large,
 )
-from tilegym_db.verification.worker_handle import WorkerHandle
+from tilegym_db.verification.worker_handle import CaseQueue, Pair, Processors, WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
 # Verifies the workload's exact shape with every content set, early if helpers are busy with fuzz cases.

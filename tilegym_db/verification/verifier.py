@@ -530,9 +530,9 @@ def _row_by_row(
     first: Outputs,
     call: Callable[[OracleCase], dict[str, torch.Tensor] | Failure],
 ) -> Failure | None:
-    """Return a failure if another number for one row changes the draw of a second row: rows must be independent.
+    """Return a failure if another random number for one row changes the draw of any other row.
 
-    It does not matter which row uses a number, and how an index is computed from it.
+    Any row may use any number, and may compute its index from it in any way, but rows must be independent.
     """
     for name, sampled in definition.sampled.items():
         given = expected.inputs[sampled.uniforms]

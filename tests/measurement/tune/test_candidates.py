@@ -11,7 +11,7 @@ from tilegym_db.measurement.tune.search import Neighbour, candidate_order, histo
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.verdicts import STATUSES
-from tilegym_db.store.tuning import TuningStep
+from tilegym_db.store.side_files import TuningStep
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 BLOCK = [1, 2, 4, 8]

@@ -26,7 +26,7 @@ from tilegym_db.resolver.resolve import resolve
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, publishable_rows, tuned_configs
-from tilegym_db.store.tuning import TuningStep, read_tuning_steps
+from tilegym_db.store.side_files import TuningStep, read_tuning_steps
 
 STOCK = """def run(x, weight, factor, out):
     for row in range(x.shape[0]):

@@ -389,7 +389,8 @@ def atomic(state: State, short: str, memory: Memory, indices: Sequence[Array], v
         raise NotInterpreted(f"{short} on registers", code="not_interpreted")
     if state.collapsed and state.mask is not None and state.mask.shape[-1] > 1:
         raise NotInterpreted(
-            f"{short} under a condition on the thread inside of a loop that threads share out", code="not_interpreted"
+            f"{short} under a condition on the thread inside a loop whose steps are shared by threads",
+            code="not_interpreted",
         )
     operation = _OPERATIONS[ATOMICS[short]]
     address = memory.address(memory.linear(state, indices, f"{short} on"))
@@ -457,7 +458,7 @@ def reduce_warp(state: State, name: str, value: Array) -> Array:
 
 def _together(state: State, name: str) -> None:
     if state.collapsed:
-        raise NotInterpreted(f"{name} inside of a loop that threads share out", code="not_interpreted")
+        raise NotInterpreted(f"{name} inside a loop whose steps are shared by threads", code="not_interpreted")
 
 
 def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:

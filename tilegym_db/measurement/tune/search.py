@@ -33,7 +33,7 @@ from tilegym_db.measurement.timing import (
 from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id, spell_config
 from tilegym_db.records.verdicts import Status
-from tilegym_db.store.tuning import Outcome, TuningStep
+from tilegym_db.store.side_files import Outcome, TuningStep
 from tilegym_db.verification.contents import WorkloadContents
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
@@ -56,7 +56,7 @@ class SearchBudget:
 
 @dataclass(frozen=True)
 class Step:
-    """The outcome of one config; fields as in :class:`~tilegym_db.store.tuning.TuningStep`."""
+    """The outcome of one config; fields as in :class:`~tilegym_db.store.side_files.TuningStep`."""
 
     config: Config
     outcome: Outcome

@@ -8,9 +8,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
-from tilegym_db.sandbox.scan.grammar import check_class, check_grammar, check_printed
-from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, Scope, ScopedVisitor, is_external
+from tilegym_db.sandbox.scan.names import (
+    FUNCTIONS,
+    Context,
+    NameBinding,
+    Scope,
+    ScopedVisitor,
+    check_class,
+    check_grammar,
+    check_printed,
+    is_external,
+)
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
 LONG_CONSTANT = 2000
@@ -64,8 +72,9 @@ class Checker(ScopedVisitor):
             self._check_class_import(node, alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: D102
+        is_own = bool(node.level) or (node.module or "").partition(".")[0] in self._own_roots
         for alias in node.names:
-            if alias.name == "*" and not self._is_own_import(node):
+            if alias.name == "*" and not is_own:
                 self.report.add(node, "star-import", f"from {'.' * node.level}{node.module or ''} import *")
             self._check_class_import(node, f"{node.module}.{alias.name}")
         if node.level:
@@ -73,9 +82,6 @@ class Checker(ScopedVisitor):
         elif node.module is not None and self._check_import(node, node.module):
             for alias in node.names:
                 self.context.check_path(node, f"{node.module}.{alias.name}", imported=True)
-
-    def _is_own_import(self, node: ast.ImportFrom) -> bool:
-        return bool(node.level) or (node.module or "").partition(".")[0] in self._own_roots
 
     def _check_import(self, node: ast.stmt, name: str) -> bool:
         """Check an absolute import; return True if its members must be checked."""
@@ -372,7 +378,7 @@ def check_call(context: Context, node: ast.Call) -> None:
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
     if paths & WORDS["class-factories"]:
-        context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
+        context.report.add(node, "outside-language", "makes a class by a call; write a class statement with NamedTuple")
     if "builtins.object" in paths:
         context.report.add(node, "question", "makes a plain object, of which only the address is its own")
     if "functools.wraps" in paths and count > 1:
@@ -670,7 +676,7 @@ def has_assembler(tree: ast.AST) -> bool:
 
 
 def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
-    """Check the text that an expression is; and, in a source with assembler, the way in which it is put together."""
+    """Check the text that an expression gives. In a source with assembler, check also how it is put together."""
     text = context.text(node)
     if text is not None:
         if CLOCK_REGISTER.search(text):
@@ -722,8 +728,7 @@ def _is_sum_with_text(context: Context, node: ast.BinOp) -> bool:
 
 
 # ---- addresses ------------------------------------------------------------------------------------
-# An address may only decide how wide an access is: ``x.data_ptr() % 16``, or the lowest set bit ``bits & -bits`` of addresses
-# that are joined with ``|``. Anything else could know a tensor again.
+# An address may only decide how wide an access is: ``x.data_ptr() % 16``, or ``bits & -bits`` of addresses joined with ``|``.
 
 MAX_ALIGNMENT = 1024
 Key = tuple[Scope, str]

@@ -11,7 +11,7 @@ from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_t
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
-from tilegym_db.store.tuning import TuningStep
+from tilegym_db.store.side_files import TuningStep
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store

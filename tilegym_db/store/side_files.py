@@ -1,0 +1,335 @@
+"""Files beside the traces: steps of config searches, peaks of GPUs, and runs of whole models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import AwareDatetime, Field
+
+from tilegym_db.catalog import Broken, Catalog
+from tilegym_db.catalog.record_files import warn_once
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
+from tilegym_db.paths import home as default_home
+from tilegym_db.published.input_files import (
+    MODELS_SUFFIX,
+    own_peaks_files,
+    own_tuning_files,
+    published_model_files,
+    published_peaks_files,
+    published_tuning_files,
+    read_lines,
+)
+from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
+from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json, parse_object
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.solution import Tunable, config_id
+from tilegym_db.records.verdicts import Status
+from tilegym_db.store import statements
+from tilegym_db.store.journal import RunFile, numbered_lines
+from tilegym_db.store.loading import IngestReport, grown_files, remember_files
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+# ---- config searches ------------------------------------------------------------------------------
+# The log of a config search: one line per step, ``<home>/tuning/<run_id>.jsonl``.
+#
+# A search drops most configs after a few rounds, before a trace could hold a verdict. Its steps are logged here, so that
+# a killed search resumes where it stopped. Verdicts are traces, also those of failing configs. The steps that found the
+# published configs are published beside the traces of their GPU. They save others the search, and show that the defaults
+# were compared with other configs.
+
+Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
+"""``leads``: the fastest so far. ``slower`` and ``tie``: dropped in favour of another config. ``compile``: does not
+compile ahead of time. ``failed``: a wrong result, a crash or a timeout, at any stage.
+"""
+
+
+class TuningStep(Record):
+    """The outcome of one config of one Solution on one Workload and GPU."""
+
+    kind: ClassVar[str] = "tuning step"
+
+    run_id: str
+    timestamp: AwareDatetime
+    gpu: str
+    solution: str = Field(pattern=NAME_PATTERN)
+    solution_digest: str
+    definition_digest: str
+    workload_uuid: str
+    config: dict[str, Tunable]
+    outcome: Outcome
+    reason: str
+    status: Status | None = None
+    """The verdict of a config that ``failed``."""
+    against: dict[str, Tunable] | None = None
+    """The config that it lost to."""
+    ratio: float | None = None
+    """Time of ``against`` divided by its own, from paired rounds; below 1 it was slower."""
+
+    @property
+    def pair(self) -> tuple[str, str, str]:
+        """Return (solution digest, definition digest, workload uuid)."""
+        return self.solution_digest, self.definition_digest, self.workload_uuid
+
+
+class TuningLog(RunFile):
+    """The steps of one run; raises as :class:`~tilegym_db.store.journal.RunFile` does."""
+
+    def __init__(self, run_id: str, home: Path | None = None) -> None:
+        super().__init__("tuning", run_id, home)
+
+    def append(self, step: TuningStep) -> None:
+        """Write one step as one line and wait until it is on disk."""
+        self.append_line((step.to_json() + "\n").encode())
+
+
+def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:
+    """Return every step of a GPU, oldest first. A config on an unreadable line, such as a torn one, is tried again.
+
+    Args:
+        home: the folder of the store.
+        gpu: a slug.
+        catalog: whose published steps count too; None for none.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    published = published_tuning_files(catalog) if catalog is not None else []
+    trust = catalog is not None and catalog.trust_foreign
+    found = [*(step for path in published for step in _published_steps(path, home, [], trust=trust))]
+    found += [step for path in own_tuning_files(home) for step in _steps(path, _read(path))]
+    steps = {step.to_json(): step for step in found}  # steps published from this machine are in two files
+    return sorted((step for step in steps.values() if step.gpu == gpu), key=lambda step: step.timestamp)
+
+
+def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
+    """Return the table rows of a catalog's steps. An untrusted file is named in ``refused`` instead."""
+    return [
+        _row(step, step.run_id, is_own=False)
+        for path in published_tuning_files(catalog)
+        for step in _published_steps(path, home, refused)
+    ]
+
+
+def load_tuning(store: Store, home: Path) -> None:
+    """Load the search logs that grew since the last time.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full.
+    """
+    grown = grown_files(store, own_tuning_files(home))
+    if not grown:
+        return
+    records = json.dumps([_row(step, path.stem, is_own=True) for path in grown for step in _steps(path, _read(path))])
+    with store.transaction("ingest searches into") as connection:
+        connection.execute(statements.FORGET_OWN_TUNING, {"runs": [path.stem for path in grown]})
+        connection.execute(statements.INSERT_TUNING, {"records": records})
+        remember_files(connection, grown)
+
+
+def _row(step: TuningStep, run_id: str, *, is_own: bool) -> dict[str, Any]:
+    keys = ("gpu", "solution", "solution_digest", "definition_digest", "workload_uuid", "outcome", "timestamp")
+    record = step.to_dict()
+    return {
+        **{key: record[key] for key in keys},
+        "is_own": is_own,
+        "run_id": run_id,
+        "config_key": config_id(step.config),
+        "record": record,
+    }
+
+
+def _published_steps(path: Path, home: Path, refused: list[str], *, trust: bool = False) -> Iterator[TuningStep]:
+    content = read_published(path, path.parents[2], home, refused, trust=trust)
+    if content is None:
+        return
+    try:
+        yield from [TuningStep.from_parsed(step, path) for step in read_lines(content, path)]
+    except RecordError as error:
+        refused.append(str(error))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, "log of a search", limit=None)
+    except RecordError as error:
+        raise StoreError(str(error), code=error.code) from None
+
+
+def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
+    for number, line, _ in numbered_lines(content):
+        try:
+            yield TuningStep.from_json(line, f"{path}:{number}")
+        except RecordError:
+            continue
+
+
+# ---- peaks ----------------------------------------------------------------------------------------
+# Calibrated peaks of GPUs: one file per calibration in ``<home>/peaks/``, and one per GPU beside the published traces.
+#
+# The database table is filled from these files when one changes. Local measurements override published ones, which come
+# from another machine.
+
+
+def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
+    """Store a calibration of this machine and return its file. The database loads it when it is next opened.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    folder = home or default_home()
+    path = folder / "peaks" / f"{peaks.gpu}-{peaks.timestamp:%Y%m%dT%H%M%S%f}.json"
+    with writing(folder):
+        write_atomically(path, peaks_text(peaks).encode())
+    return path
+
+
+def peaks_text(peaks: GpuPeaks) -> str:
+    """Return the content of a file of peaks."""
+    return peaks.to_json(indent=2) + "\n"
+
+
+def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of the table, from every file.
+
+    An invalid file is left out and named once. An untrusted published file is named in ``refused``.
+    """
+    rows = []
+    for is_own, files in ((True, own_peaks_files(home)), (False, published_peaks_files(catalog))):
+        for path in files:
+            try:
+                content = (
+                    read_bytes(path, "calibration") if is_own else read_published(path, path.parent, home, refused)
+                )
+                if content is None:
+                    continue
+                peaks = GpuPeaks.from_json(content, path)
+            except RecordError as error:
+                warn_once(Broken(path, path.stem, "", str(error)))
+                continue
+            rows.append(
+                {
+                    "gpu": peaks.gpu,
+                    "gpu_name": peaks.gpu_name,
+                    "driver": peaks.driver,
+                    "timestamp": peaks.timestamp.isoformat(),
+                    "is_own": is_own,
+                    "record": json.loads(peaks.to_json()),
+                }
+            )
+    return rows
+
+
+# ---- runs of whole models -------------------------------------------------------------------------
+# Runs of whole models: one signed file each in the home folder, published ones in ``traces/<gpu>``, and a table of
+# both.
+
+MODEL_RUNS = "model_runs"
+_KEY = "signature"
+
+
+# -- of this machine --------------------------------------------------------------------------------------------------
+
+
+def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
+    """Write a signed run to ``<home>/model_runs/<run_id>.json`` and return that path. The next ingest loads it."""
+    folder = home or default_home()
+    path = folder / MODEL_RUNS / f"{run.run_id}.json"
+    with writing(folder):
+        content = json.loads(run.to_json())
+        content[_KEY] = signature(folder, "model run", canonical_json(content).encode())
+        write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    return path
+
+
+def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
+    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``.
+
+    Raises:
+        RecordError: it is not a run, or cannot be read.
+    """
+    content = parse_object(read_bytes(path, "model run"), ModelRun.kind, path)
+    claimed = content.pop(_KEY, None) if isinstance(content, dict) else None
+    run = ModelRun.from_parsed(content, path)
+    is_own = isinstance(claimed, str) and is_signed(home, "model run", canonical_json(content).encode(), claimed)
+    return run, "local" if is_own else "foreign"
+
+
+def stored_model_runs(home: Path) -> list[ModelRun]:
+    """Return the readable runs in a home folder, in no particular order."""
+    runs = []
+    for path in regular_files(home / MODEL_RUNS, "*.json"):
+        try:
+            runs.append(read_model_run(path, home)[0])
+        except RecordError:
+            continue  # the next ingest names it
+    return runs
+
+
+def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestReport:
+    """Insert new runs of a home folder into the database. Invalid files are reported and left out.
+
+    With ``trust``, unsigned runs count from now on.
+    """
+    known = {row["run_id"] for row in store.rows(statements.OWN_MODEL_RUN_IDS)}
+    rows: list[dict[str, Any]] = []
+    rejected: list[RejectedLine] = []
+    for path in regular_files(home / MODEL_RUNS, "*.json"):
+        if path.stem in known:
+            continue
+        try:
+            run, origin = read_model_run(path, home)
+            if run.run_id != path.stem:
+                raise RecordError(f"run_id '{run.run_id}' does not match the file's name.", code="record_misplaced")
+            rows.append(_model_row(run, origin, is_own=True))
+        except RecordError as error:
+            rejected.append(RejectedLine(path, 1, str(error).removeprefix(f"{path}: ")))
+    if rows or trust:
+        with store.transaction("ingest model runs into") as connection:
+            connection.execute(statements.INSERT_MODEL_RUNS, {"records": json.dumps(rows)})
+            if trust:
+                connection.execute(statements.TRUST_MODEL_RUNS)
+    return IngestReport(rejected=tuple(rejected))
+
+
+# -- published --------------------------------------------------------------------------------------------------------
+
+
+def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
+    """Return name -> text of the files of published runs: one file per model, one run per line."""
+    texts: dict[str, str] = {}
+    for run in runs:
+        name = re.sub(r"[^\w.-]", "-", run.model) + MODELS_SUFFIX
+        texts[name] = texts.get(name, "") + run.to_json() + "\n"
+    return texts
+
+
+def published_model_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
+    """Return the table rows of a catalog's runs. An unused file or line is named in ``refused`` instead."""
+    return [row for path in published_model_files(catalog) for row in _published(path, home, refused)]
+
+
+def _published(path: Path, home: Path, refused: list[str]) -> Iterator[dict[str, Any]]:
+    content = read_published(path, path.parent, home, refused)
+    if content is None:
+        return
+    origin = open_snapshot(path.parent, home).origin
+    for number, line, _ in numbered_lines(content):
+        try:
+            run = ModelRun.from_json(line, f"{path}:{number}")
+            if run.gpu != path.parent.name:
+                raise RecordError(f"{path}:{number}: not used: it is a run on '{run.gpu}'.", code="record_misplaced")
+            yield _model_row(run, origin, is_own=False)
+        except RecordError as error:
+            refused.append(str(error))
+
+
+def _model_row(run: ModelRun, origin: Origin, *, is_own: bool) -> dict[str, Any]:
+    return {"run_id": run.run_id, "is_own": is_own, "origin": origin, "record": run.model_dump(mode="json")}
