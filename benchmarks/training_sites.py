@@ -98,7 +98,7 @@ SERVED = "served"
 
 @dataclass
 class Step:
-    """What one step of a model asked for, and its time.
+    """The calls of one step of a model, and its time.
 
     ``asked`` has the calls by Definition and answer, ``bypassed`` those that asked for nothing by Definition and reason, and
     ``missing`` the backward calls that stock code runs although a Definition computes their gradients.
