@@ -1,7 +1,9 @@
 """Successive sizes of each axis: mistakes at certain remainders of a size, such as in the part of a tile at its end.
 
 Of 128 successive sizes, some leave any remainder by any divisor up to 128. So all remainders are tried, and not only those of
-the tiles that a list names. Along an independent axis one oracle serves all sizes: the contents of each are some of its rows.
+the tiles that a list names. Where results at fewer indices are parts of those at more, as along an independent axis or of a
+causal prompt, one oracle serves all sizes: the contents of each are some of its rows. Elsewhere each size has an oracle, but the
+error of the reference as written is only measured after a result is outside the bounds of one that rounds nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
+from tilegym_db.records.expressions import names_in
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.expected import OracleCase, broken_constraint, make_oracle_case
-from tilegym_db.verification.oracle import at_indices
-from tilegym_db.verification.sequences import SequenceMemory, Step, resized, shared_memory
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import at_indices, in_fp64, loops, oracle
+from tilegym_db.verification.sequences import SequenceMemory, Step, resized, shared_memory, starting_at
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import WorkerHandle
 
@@ -30,14 +36,23 @@ MAX_EXCUSED = 2
 """Maximum number of sizes of an axis that stock code may fail too."""
 FEWEST = 8
 """Sizes that the constraints must allow, for an axis to be tried."""
-LARGEST_START = 1 << 10
+LARGEST_START, LARGEST_START_OF_LOOP = 1 << 10, 1 << 6
+"""Maximum first size; the second one if the reference has a loop, such as over tokens, which takes longer for each index."""
 LARGEST_ELEMENTS = 1 << 16
 """Maximum elements of a tensor; a call and its comparison then take a few milliseconds."""
 SPARE = 64
 """Indices of the shared contents beyond the largest size, so that calls differ in the index that they begin at."""
-AXIS_S, ALL_S, COMPILED = 5.0, 15.0, 4
-"""Seconds for one axis, without its slowest calls, which compile, and for all axes. A kernel that is compiled for each size
-gets through some of them only."""
+AT_ONCE = 8
+"""Sizes that are called in one request, each at other addresses. The next request has other sizes there."""
+AXIS_S, ALL_S, COMPILED = 3.0, 15.0, 3
+"""Seconds for one axis, without its slowest requests, which compile, and for all axes. A kernel that is compiled for each size
+gets through some of them only. The harness counts its processor time, so that a busy machine does not cut sizes."""
+LONGEST_S = 45.0
+"""Seconds for all axes by the clock."""
+PLAIN_KINDS = ("normal", "uniform", "positive", "log_decay")
+"""Kinds of drawn numbers of which some are such numbers too."""
+PROBES = 3
+"""Sizes at which parts of a larger result are compared with results of their own, before they serve as an oracle."""
 
 
 def check_residues(
@@ -59,14 +74,16 @@ def check_residues(
     Returns:
         A line for each axis; or the first failure.
     """
-    drawn, lines, began = random.Random(f"residues {seed}"), list[str](), time.monotonic()
+    drawn, lines, began, spent = random.Random(f"residues {seed}"), list[str](), time.monotonic(), 0.0
     axes = list(handle.definition.var_axes)
     for axis in drawn.sample(axes, len(axes)):
         shapes = successive(handle, cases, axis, drawn)
-        if handle.aborted or time.monotonic() - began > ALL_S:
+        if handle.aborted or spent > ALL_S or time.monotonic() - began > LONGEST_S:
             break
         if shapes:
-            found = _Run(handle, axis, shapes, drawn, cache, fails_in_stock_code).outcome()
+            run = _Run(handle, axis, shapes, drawn, cache, fails_in_stock_code)
+            found = run.outcome()
+            spent += run.seconds
             if isinstance(found, Failure):
                 return found
             lines.append(f"sequence: {found} successive sizes of {axis} from {min(shapes)} on")
@@ -78,7 +95,7 @@ def successive(handle: WorkerHandle, cases: Sequence[Case], axis: str, drawn: ra
     names = handle.definition.var_axes
     full = [case for case in cases if all(case.call.axes[name] for name in names)]
     small = sorted(full, key=lambda case: math.prod(case.call.axes[name] for name in names if name != axis))
-    start = int(LARGEST_START ** drawn.random())
+    start = int((LARGEST_START_OF_LOOP if loops(handle.definition.reference) else LARGEST_START) ** drawn.random())
     for first in dict.fromkeys((start, drawn.randint(1, SIZES), 1)):
         for base in drawn.sample(small[: len(small) // 2 + 1], min(FEWEST, len(small) // 2 + 1)) if small else ():
             sizes = range(first, first + SIZES)
@@ -100,37 +117,59 @@ class _Run:
     cache: ExpectedCache
     fails_in_stock_code: Callable[[OracleCase], bool]
     excused: int = 0
+    seconds: float = 0.0
+    """Processor seconds of this thread, and seconds that it waited for the worker."""
 
     def outcome(self) -> int | Failure:
         """Return the number of sizes that were judged, or the first failure."""
         definition, order = self.handle.definition, self.drawn.sample(list(self.shapes), len(self.shapes))
-        steps = [Step(self.shapes[size], plan_slot(definition, self.shapes[size]), {}) for size in order]
+        steps, start = list[Step](), 0
+        for number, size in enumerate(order):
+            start = 0 if number % AT_ONCE == 0 else start
+            plan = starting_at(plan_slot(definition, self.shapes[size]), start)
+            steps.append(Step(self.shapes[size], plan, {}))
+            start = plan.size
         with self.handle.mapping(shared_memory(self.handle, steps)) as buffers:
             memory = SequenceMemory(self.handle, buffers, steps)
             return memory.attach() or self._calls(memory, order)
 
     def _calls(self, memory: SequenceMemory, order: Sequence[int]) -> int | Failure:
-        """Make a call for each size until time is up."""
-        spent, judged = list[float](), 0
-        for number, expected in enumerate(self._expected(order)):
-            began = time.monotonic()
-            if expected is not None:
-                memory.steps[number] = replace(memory.steps[number], inputs=expected.inputs, expected=expected)
-                failure = self._call(memory, number)
-                if failure is not None:
-                    return failure
-                judged += 1
-            spent.append(time.monotonic() - began)
+        """Make a call for each size, several in one request, until time is up."""
+        spent, judged, expected = list[float](), 0, self._expected(order)
+        for first in range(0, len(order), AT_ONCE):
+            before, began, batch = self.seconds, time.thread_time(), list[int]()
+            for number in range(first, min(first + AT_ONCE, len(order))):
+                found = next(expected)
+                if found is not None:
+                    memory.steps[number] = replace(memory.steps[number], inputs=found.inputs, expected=found)
+                    batch.append(number)
+                if time.thread_time() - began > AXIS_S:
+                    break  # a slow oracle
+            made = self._call(memory, batch) if batch else 0
+            if isinstance(made, Failure):
+                return made
+            judged += made
+            self.seconds += time.thread_time() - began
+            spent.append(self.seconds - before)
             if self.handle.aborted or sum(sorted(spent)[:-COMPILED]) > AXIS_S or sum(spent) > ALL_S:
                 break
         return judged
 
-    def _call(self, memory: SequenceMemory, number: int) -> Failure | None:
+    def _call(self, memory: SequenceMemory, batch: Sequence[int]) -> int | Failure:
+        """Make the calls of one request, and return how many there was time for, or the failure of one."""
         how = f"at one of {len(memory.steps)} successive sizes of {self.axis}"
-        played = memory.play([number], [number], how)
-        if not isinstance(played, Failure) or played.gate != "sequence":
-            return played if isinstance(played, Failure) else None
-        # The error of the reference is that of all rows together; these rows alone may have a larger one.
+        began, working = time.monotonic(), time.thread_time()
+        made = memory.play(batch, (), how, seconds=AXIS_S)
+        self.seconds += max(0.0, time.monotonic() - began - (time.thread_time() - working))
+        for number in () if isinstance(made, Failure) else batch[:made]:
+            if memory.judge([number], how) is not None:
+                failure = self._judge_alone(memory, number, how)
+                if failure is not None:
+                    return failure
+        return made
+
+    def _judge_alone(self, memory: SequenceMemory, number: int, how: str) -> Failure | None:
+        """Judge a call by the oracle of its own contents, and the error that the reference as written makes there."""
         step = memory.steps[number]
         alone = make_oracle_case(self.handle.definition, step.case, self.cache.device, inputs=step.inputs)
         memory.steps[number] = replace(step, expected=alone)
@@ -142,25 +181,92 @@ class _Run:
 
     def _expected(self, order: Sequence[int]) -> Iterator[OracleCase | None]:
         """Yield the case of each size with its oracle; None if that proves nothing."""
-        definition = self.handle.definition
-        whole = self._whole(max(order)) if self.axis in definition.divisible_axes else None
+        definition, device = self.handle.definition, self.cache.device
+        whole = self._whole(max(order))
+        starts = None if whole is None else starts_of_parts(definition, whole, self.axis, order, self.drawn)
+        if whole is None:
+            whole = make_oracle_case(definition, self.shapes[max(order)], device)
         for size in order:
             case = self.shapes[size]
             if whole is None:
-                yield make_oracle_case(definition, case, self.cache.device)
-                continue
-            start = self.drawn.randint(0, whole.case.call.axes[self.axis] - size)
-            part = part_of(definition, whole, case, self.axis, range(start, start + size))
-            yield part if broken_constraint(definition, case.call.axes, part.inputs) is None else None
+                yield make_oracle_case(definition, case, device)
+            elif starts is None:
+                inputs = draw_inputs(definition, case, device)
+                is_right = broken_constraint(definition, case.call.axes, inputs) is None
+                yield _as_strict(whole, case, inputs, oracle(definition, inputs)) if is_right else None
+            else:
+                start = self.drawn.choice(starts) if len(starts) == 1 else self.drawn.randint(0, starts[-1] - size)
+                part = part_of(definition, whole, case, self.axis, range(start, start + size))
+                yield part if broken_constraint(definition, case.call.axes, part.inputs) is None else None
 
     def _whole(self, largest: int) -> OracleCase | None:
-        """Return a case with more indices than the largest size; None if there is none."""
+        """Return a case with more indices than the largest size; None if there is none, or if no part of it can be a call."""
+        definition = self.handle.definition
+        if self.axis not in definition.divisible_axes and not may_be_parted(definition, self.axis):
+            return None
         case = resized(self.handle, self.shapes[largest], self.axis, largest + SPARE, 2 * LARGEST_ELEMENTS)
         if case is None:
             return None
-        return make_oracle_case(
-            self.handle.definition, replace(case, seed=self.drawn.getrandbits(62)), self.cache.device
-        )
+        return make_oracle_case(definition, replace(case, seed=self.drawn.getrandbits(62)), self.cache.device)
+
+
+def _as_strict(
+    whole: OracleCase, case: Case, inputs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+) -> OracleCase:
+    """Return a case whose bounds are those of a reference that rounds nothing."""
+    return OracleCase(case, inputs, outputs, dict.fromkeys(outputs, EXACTLY), conditioned=whole.conditioned)
+
+
+def may_be_parted(definition: Definition, axis: str) -> bool:
+    """Return True if some indices of an axis are inputs of a call too, as far as the Definition says.
+
+    Each output has the axis, and no tensor has it twice or in an expression. Inputs are floating-point numbers without an order
+    along it: whole numbers may be ids or lengths.
+    """
+    specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
+    entries = [entry for spec in specs for entry in spec.shape or () if isinstance(entry, str)]
+    plain = all(axis not in names_in(entry)[0] for entry in entries if entry != axis)
+    once = all((spec.shape or ()).count(axis) <= 1 for spec in specs)
+    everywhere = all(axis in (spec.shape or ()) for spec in definition.outputs.values())
+    drawn = [spec.kind for name, spec in definition.input_generators.items() if name in definition.tensor_inputs]
+    bound = definition.saved or definition.sampled or definition.gathers or axis in definition.size_scalars.values()
+    return plain and once and everywhere and not bound and all(kind in PLAIN_KINDS for kind in drawn)
+
+
+def starts_of_parts(
+    definition: Definition, whole: OracleCase, axis: str, sizes: Sequence[int], drawn: random.Random
+) -> Sequence[int] | None:
+    """Return where parts of a case may begin so that its results there are theirs; None if they are not.
+
+    Along a declared independent axis that is anywhere. Else a few sizes are tried, with parts from anywhere and from the first
+    index on: a causal prompt has the results of its beginning.
+    """
+    size_of_whole = whole.case.call.axes[axis]
+    anywhere = range(size_of_whole + 1)
+    if axis in definition.divisible_axes:
+        return anywhere
+    tensors = [whole.inputs[name] for name in definition.tensor_inputs]
+    if not all(value.is_floating_point() and value.isfinite().all() for value in tensors):
+        return None
+    if any(value.dtype is not torch.float64 for value in whole.outputs.values()):
+        return None
+    for starts in (anywhere, range(1)):
+        if all(
+            _is_part(definition, whole, axis, size, drawn.randint(0, starts[-1] - size) if len(starts) > 1 else 0)
+            for size in drawn.sample(list(sizes), min(PROBES, len(sizes)))
+        ):
+            return starts
+    return None
+
+
+def _is_part(definition: Definition, whole: OracleCase, axis: str, size: int, start: int) -> bool:
+    """Return True if the results of a whole at some indices are those of these indices alone."""
+    case = replace(whole.case, call=replace(whole.case.call, axes={**whole.case.call.axes, axis: size}))
+    part = part_of(definition, whole, case, axis, range(start, start + size))
+    if broken_constraint(definition, case.call.axes, part.inputs) is not None:
+        return False
+    alone = in_fp64(definition, part.inputs)
+    return all(torch.allclose(part.outputs[name], value, rtol=1e-9, atol=1e-12) for name, value in alone.items())
 
 
 def part_of(definition: Definition, whole: OracleCase, case: Case, axis: str, indices: range) -> OracleCase:
