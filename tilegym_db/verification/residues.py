@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.expected import OracleCase, broken_constraint, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
-from tilegym_db.verification.oracle import at_indices, in_fp64, loops, oracle
+from tilegym_db.verification.oracle import as_written, at_indices, in_fp64, loops, oracle
 from tilegym_db.verification.sequences import SequenceMemory, Step, resized, shared_memory, starting_at
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import WorkerHandle
@@ -40,6 +40,8 @@ LARGEST_START, LARGEST_START_OF_LOOP = 1 << 10, 1 << 6
 """Maximum first size; the second one if the reference has a loop, such as over tokens, which takes longer for each index."""
 LARGEST_ELEMENTS = 1 << 16
 """Maximum elements of a tensor; a call and its comparison then take a few milliseconds."""
+QUICK_S, TIMED_BASES = 0.01, 4
+"""Seconds of a reference at the largest size that are few, and the sizes of the other axes of which the quickest are taken."""
 SPARE = 64
 """Indices of the shared contents beyond the largest size, so that calls differ in the index that they begin at."""
 AT_ONCE = 8
@@ -96,14 +98,26 @@ def successive(handle: WorkerHandle, cases: Sequence[Case], axis: str, drawn: ra
     full = [case for case in cases if all(case.call.axes[name] for name in names)]
     small = sorted(full, key=lambda case: math.prod(case.call.axes[name] for name in names if name != axis))
     start = int((LARGEST_START_OF_LOOP if loops(handle.definition.reference) else LARGEST_START) ** drawn.random())
+    slow = dict[float, dict[int, Case]]()
     for first in dict.fromkeys((start, drawn.randint(1, SIZES), 1)):
         for base in drawn.sample(small[: len(small) // 2 + 1], min(FEWEST, len(small) // 2 + 1)) if small else ():
             sizes = range(first, first + SIZES)
             found = {size: resized(handle, base, axis, size, LARGEST_ELEMENTS) for size in sizes}
             allowed = {size: case for size, case in found.items() if case is not None}
-            if len(allowed) >= FEWEST and max(allowed) > first + SIZES // 2:
-                return {size: replace(case, seed=drawn.getrandbits(62)) for size, case in allowed.items()}
-    return {}
+            if len(allowed) < FEWEST or max(allowed) <= first + SIZES // 2:
+                continue
+            seconds = _seconds_of_reference(handle, allowed[max(allowed)])
+            slow[seconds] = {size: replace(case, seed=drawn.getrandbits(62)) for size, case in allowed.items()}
+            if seconds < QUICK_S or len(slow) == TIMED_BASES:
+                return slow[min(slow)]
+    return slow[min(slow)] if slow else {}
+
+
+def _seconds_of_reference(handle: WorkerHandle, case: Case) -> float:
+    """Return the processor seconds of a reference: it may loop over heads, or hold the scores of all pairs of positions."""
+    inputs, began = draw_inputs(handle.definition, case, handle.device), time.thread_time()
+    as_written(handle.definition, inputs)
+    return time.thread_time() - began
 
 
 @dataclass
@@ -135,11 +149,11 @@ class _Run:
 
     def _calls(self, memory: SequenceMemory, order: Sequence[int]) -> int | Failure:
         """Make a call for each size, several in one request, until time is up."""
-        spent, judged, expected = list[float](), 0, self._expected(order)
+        spent, judged, oracle_of = list[float](), 0, self._oracles(order)
         for first in range(0, len(order), AT_ONCE):
             before, began, batch = self.seconds, time.thread_time(), list[int]()
             for number in range(first, min(first + AT_ONCE, len(order))):
-                found = next(expected)
+                found = oracle_of(order[number])
                 if found is not None:
                     memory.steps[number] = replace(memory.steps[number], inputs=found.inputs, expected=found)
                     batch.append(number)
@@ -179,25 +193,27 @@ class _Run:
         self.excused += 1
         return None
 
-    def _expected(self, order: Sequence[int]) -> Iterator[OracleCase | None]:
-        """Yield the case of each size with its oracle; None if that proves nothing."""
+    def _oracles(self, order: Sequence[int]) -> Callable[[int], OracleCase | None]:
+        """Return a function of a size that gives its case with the oracle; None if that proves nothing."""
         definition, device = self.handle.definition, self.cache.device
         whole = self._whole(max(order))
         starts = None if whole is None else starts_of_parts(definition, whole, self.axis, order, self.drawn)
         if whole is None:
             whole = make_oracle_case(definition, self.shapes[max(order)], device)
-        for size in order:
+
+        def oracle_of(size: int) -> OracleCase | None:
             case = self.shapes[size]
             if whole is None:
-                yield make_oracle_case(definition, case, device)
-            elif starts is None:
+                return make_oracle_case(definition, case, device)
+            if starts is None:
                 inputs = draw_inputs(definition, case, device)
                 is_right = broken_constraint(definition, case.call.axes, inputs) is None
-                yield _as_strict(whole, case, inputs, oracle(definition, inputs)) if is_right else None
-            else:
-                start = self.drawn.choice(starts) if len(starts) == 1 else self.drawn.randint(0, starts[-1] - size)
-                part = part_of(definition, whole, case, self.axis, range(start, start + size))
-                yield part if broken_constraint(definition, case.call.axes, part.inputs) is None else None
+                return _as_strict(whole, case, inputs, oracle(definition, inputs)) if is_right else None
+            start = 0 if len(starts) == 1 else self.drawn.randint(0, starts[-1] - size)
+            part = part_of(definition, whole, case, self.axis, range(start, start + size))
+            return part if broken_constraint(definition, case.call.axes, part.inputs) is None else None
+
+        return oracle_of
 
     def _whole(self, largest: int) -> OracleCase | None:
         """Return a case with more indices than the largest size; None if there is none, or if no part of it can be a call."""
