@@ -28,7 +28,7 @@ from tilegym_db.verification.residues import SIZES, check_residues, successive
 from tilegym_db.verification.verifier import Failure
 
 ENOUGH = 120 / SIZES
-_LINE = re.compile(r"sequence: (\d+) successive sizes of (\w+) ")
+_LINE = re.compile(r"sequence: (\d+) of (\d+) successive sizes of (\w+) ")
 
 
 def survey(catalog: Catalog, definition: Definition, seed: int, folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
@@ -45,10 +45,11 @@ def survey(catalog: Catalog, definition: Definition, seed: int, folder: Path) ->
         found = check_residues(handle, cases, seed, ExpectedCache(definition, "cpu"))
         if isinstance(found, Failure):
             return {}, found.reason
-        tried = {match[2]: int(match[1]) for line in found if (match := _LINE.match(line))}
+        matches = [match for line in found if (match := _LINE.match(line))]
+        tried = {match[3]: (int(match[1]), int(match[2])) for match in matches}
         drawn = random.Random(seed)
-        allowed = {axis: len(successive(handle, cases, axis, drawn)) for axis in definition.var_axes}
-        return {axis: (tried.get(axis, 0), count) for axis, count in allowed.items() if count}, ""
+        left = [axis for axis in definition.var_axes if axis not in tried]
+        return tried | {axis: (0, count) for axis in left if (count := len(successive(handle, cases, axis, drawn)))}, ""
     finally:
         judge.close()
 
