@@ -38,6 +38,8 @@ FEWEST = 8
 """Sizes that the constraints must allow, for an axis to be tried."""
 LARGEST_START, LARGEST_START_OF_LOOP = 1 << 10, 1 << 4
 """Maximum first size; the second one if the reference has a loop, such as over tokens, which takes longer for each index."""
+INTERPRETED = 2
+"""Sizes of an axis in an interpreter, whose calls take up to a second. They lie above 64, so that there are several tiles."""
 LARGEST_ELEMENTS = 1 << 16
 """Maximum elements of a tensor; a call and its comparison then take a few milliseconds."""
 QUICK_S, TIMED_BASES = 0.01, 4
@@ -82,8 +84,11 @@ def check_residues(
     axes = list(handle.definition.var_axes)
     for axis in drawn.sample(axes, len(axes)):
         shapes = successive(handle, cases, axis, drawn)
-        if handle.aborted or spent > ALL_S or time.monotonic() - began > LONGEST_S:
+        if handle.aborted or (spent > ALL_S and not handle.interpret) or time.monotonic() - began > LONGEST_S:
             break
+        if shapes and handle.interpret:
+            larger = sorted(shapes)[len(shapes) // 2 :]
+            shapes = {size: shapes[size] for size in drawn.sample(larger, min(INTERPRETED, len(larger)))}
         if shapes:
             run = _Run(handle, axis, shapes, drawn, cache, excuses)
             found = run.outcome()
@@ -100,9 +105,10 @@ def successive(handle: WorkerHandle, cases: Sequence[Case], axis: str, drawn: ra
     full = [case for case in cases if all(case.call.axes[name] for name in names)]
     small = sorted(full, key=lambda case: math.prod(case.call.axes[name] for name in names if name != axis))
     start = int((LARGEST_START_OF_LOOP if loops(handle.definition.reference) else LARGEST_START) ** drawn.random())
+    bases = small[: len(small) // (8 if handle.interpret else 2) + 1]
     slow = dict[float, dict[int, Case]]()
-    for first in dict.fromkeys((start, drawn.randint(1, SIZES), 1)):
-        for base in drawn.sample(small[: len(small) // 2 + 1], min(FEWEST, len(small) // 2 + 1)) if small else ():
+    for first in (1,) if handle.interpret else dict.fromkeys((start, drawn.randint(1, SIZES), 1)):
+        for base in drawn.sample(bases, min(FEWEST, len(bases))):
             sizes = range(first, first + SIZES)
             found = {size: resized(handle, base, axis, size, LARGEST_ELEMENTS) for size in sizes}
             allowed = {size: case for size, case in found.items() if case is not None}

@@ -473,9 +473,10 @@ class Verification:
             seed=seed,
             max_rows=handle.policy.fuzz_rows,
         )
-        # A baseline never serves a model, and an interpreter is too slow.
-        as_served = handle.policy.as_served and record.spec.role == "kernel" and not handle.interpret
-        calls: list[_CheckCalls] = [_check_large_cases, _check_sequences] if as_served else []
+        as_served = handle.policy.as_served and record.spec.role == "kernel"  # a baseline never serves a model
+        # An interpreter is too slow for thousands of calls. Its fuzz cases have few rows, so only these sizes need several tiles.
+        of_kernel = [_check_sizes] if handle.interpret else [_check_large_cases, _check_sequences]
+        calls: list[_CheckCalls] = of_kernel if as_served else []
         given = cases, dtypes, scalars, seed, cache, self.baseline_check
         with ThreadPoolExecutor(max_workers=2) as pool:
             begun: dict[_CheckCalls, Future[FuzzOutcome | Failure]] = {}
@@ -731,10 +732,24 @@ def _check_sequences(
     """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
     with handle.phases(SEQUENCES, handle.solution.name):
         judged = check_sequences(handle, cases, seed, cache)
-        if isinstance(judged, Failure):
-            return judged
-        more = check_residues(handle, cases, seed, cache, None if stock is None else stock.excuses)
-    return more if isinstance(more, Failure) else FuzzOutcome([*judged, *more])
+    if isinstance(judged, Failure):
+        return judged
+    return FuzzOutcome(judged).plus(_check_sizes(handle, cases, dtypes, scalars, seed, cache, stock))
+
+
+def _check_sizes(
+    handle: WorkerHandle,
+    cases: Sequence[Case],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    seed: int,
+    cache: ExpectedCache,
+    stock: BaselineCheck | None,
+) -> FuzzOutcome | Failure:
+    """Call with successive sizes of each axis."""
+    with handle.phases(SEQUENCES, handle.solution.name):
+        judged = check_residues(handle, cases, seed, cache, None if stock is None else stock.excuses)
+    return judged if isinstance(judged, Failure) else FuzzOutcome(judged)
 
 
 def _check_large_cases(
