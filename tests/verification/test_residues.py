@@ -36,6 +36,17 @@ def test_free_axes_have_every_remainder(tmp_path: Path, seed: int) -> None:
         assert all({size % divisor for size in sizes} == {*range(divisor)} for divisor in range(1, SIZES + 1))
 
 
+@pytest.mark.parametrize(("name", "axis"), [("kv_cache_write_stock", "S"), ("gemm_cublas", "K")])
+def test_an_axis_that_others_bound_has_every_size(tmp_path: Path, name: str, axis: str) -> None:
+    handle, shapes = drawn(name, tmp_path, 5)
+    assert len(shapes[axis]) == SIZES
+    assert max(shapes[axis]) - min(shapes[axis]) == SIZES - 1
+    assert all(
+        handle.definition.bind_axes({name: case.call.axes[name] for name in handle.definition.var_axes})
+        for case in shapes[axis].values()
+    )
+
+
 def test_a_part_has_the_results_of_its_own_oracle(tmp_path: Path) -> None:
     handle, shapes = drawn("rms_norm_stock", tmp_path, 3)
     definition, (size, case) = handle.definition, max(shapes["M"].items())

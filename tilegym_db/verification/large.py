@@ -55,7 +55,7 @@ Each case is the golden ratio further within these decades, so that a few cases 
 """
 MAX_FLOPS_OF_WHOLE = 1e10
 """Limit on a GPU for these cases, as their oracle may hold the scores of all pairs of positions in float64."""
-SPARSE_LENGTHS = {False: (((1 << 12) + 1, 1 << 13),), True: ((1 << 13, 1 << 14), (1 << 15, 1 << 17))}
+SPARSE_LENGTHS = {False: ((5 << 10, 1 << 13),), True: ((1 << 13, 1 << 14), (1 << 15, 1 << 17))}
 """Ranges of a length at which a reference is affordable at some positions only, on a CPU and on a GPU."""
 MAX_FLOPS_OF_SPARSE = {False: 1e9, True: MAX_FLOPS_ON_GPU}
 """Limits for these cases: only the kernel does all of that work. In PyTorch it holds all scores a few times."""

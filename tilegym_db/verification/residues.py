@@ -21,6 +21,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import names_in
 from tilegym_db.sandbox.shared_buffers import plan_slot
+from tilegym_db.verification.cases import repaired
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.expected import OracleCase, broken_constraint, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
@@ -110,8 +111,10 @@ def successive(handle: WorkerHandle, cases: Sequence[Case], axis: str, drawn: ra
     for first in (1,) if handle.interpret else dict.fromkeys((start, drawn.randint(1, SIZES), 1)):
         for base in drawn.sample(bases, min(FEWEST, len(bases))):
             sizes = range(first, first + SIZES)
-            found = {size: resized(handle, base, axis, size, LARGEST_ELEMENTS) for size in sizes}
-            allowed = {size: case for size, case in found.items() if case is not None}
+            allowed = _allowed(handle, base, axis, sizes)
+            if len(allowed) < SIZES:  # another axis may bound this one, or be a multiple of it
+                beside = _allowed(handle, _beside(handle, base, axis, sizes[-1], drawn), axis, sizes)
+                allowed = max(allowed, beside, key=len)
             if len(allowed) < FEWEST or max(allowed) <= first + SIZES // 2:
                 continue
             seconds = _seconds_of_reference(handle, allowed[max(allowed)])
@@ -119,6 +122,21 @@ def successive(handle: WorkerHandle, cases: Sequence[Case], axis: str, drawn: ra
             if seconds < QUICK_S or len(slow) == TIMED_BASES:
                 return slow[min(slow)]
     return slow[min(slow)] if slow else {}
+
+
+def _allowed(handle: WorkerHandle, base: Case, axis: str, sizes: range) -> dict[int, Case]:
+    found = {size: resized(handle, base, axis, size, LARGEST_ELEMENTS) for size in sizes}
+    return {size: case for size, case in found.items() if case is not None}
+
+
+def _beside(handle: WorkerHandle, base: Case, axis: str, size: int, drawn: random.Random) -> Case:
+    """Return a case whose other axes are changed so that the constraints allow a size of this one, as far as they can be."""
+    definition, call = handle.definition, base.call
+    constraints = (*definition.constraints, *handle.solution.record.spec.constraints)
+    fixed = {name: value for name, value in call.axes.items() if name not in definition.var_axes} | {axis: size}
+    others = {name: call.axes[name] for name in definition.var_axes if name != axis}
+    axes = repaired(constraints, others, fixed, call.dtypes, drawn)
+    return replace(base, call=replace(call, axes={**call.axes, **axes}))
 
 
 def _seconds_of_reference(handle: WorkerHandle, case: Case) -> float:
