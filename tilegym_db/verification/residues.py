@@ -59,7 +59,7 @@ LONGEST_S = 45.0
 PLAIN_KINDS = ("normal", "uniform", "positive", "log_decay")
 """Kinds of drawn numbers of which some are such numbers too."""
 PROBES = 3
-"""Sizes at which parts of a larger result are compared with results of their own, before they serve as an oracle."""
+"""Sizes at which parts of a larger result are compared with what the reference gives for them, before they serve as an oracle."""
 
 
 def check_residues(
@@ -214,7 +214,7 @@ class _Run:
         return made
 
     def _judge_alone(self, memory: SequenceMemory, number: int, how: str) -> Failure | None:
-        """Judge a call by the oracle of its own contents, and the error that the reference as written makes there."""
+        """Judge a call by the oracle of its contents alone, and the error that the reference as written makes there."""
         step = memory.steps[number]
         alone = make_oracle_case(self.handle.definition, step.case, self.cache.device, inputs=step.inputs)
         memory.steps[number] = replace(step, expected=alone)

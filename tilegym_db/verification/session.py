@@ -475,8 +475,8 @@ class Verification:
         )
         as_served = handle.policy.as_served and record.spec.role == "kernel"  # a baseline never serves a model
         # An interpreter is too slow for thousands of calls. Its fuzz cases have few rows, so only these sizes need several tiles.
-        of_kernel = [_check_sizes] if handle.interpret else [_check_large_cases, _check_sequences]
-        calls: list[_CheckCalls] = of_kernel if as_served else []
+        of_kernel: list[_CheckCalls] = [_check_sizes] if handle.interpret else [_check_large_cases, _check_sequences]
+        calls = of_kernel if as_served else []
         given = cases, dtypes, scalars, seed, cache, self.baseline_check
         with ThreadPoolExecutor(max_workers=2) as pool:
             begun: dict[_CheckCalls, Future[FuzzOutcome | Failure]] = {}
