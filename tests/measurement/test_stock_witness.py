@@ -38,6 +38,7 @@ WORKLOAD = {"definition": "scaled", "axes": {"M": 16, "N": 33}, "dtypes": {"T": 
 POLICY = replace(PROMOTION, fuzz_cases=12, calls=2, audited=False, fuzz_rows=64)
 RIGHT = "import torch\ndef run(x, weight, out):\n    out.copy_(x * weight * 0.3)\n"
 NAN_AT_INFINITY = RIGHT + "    out[(x == -torch.inf).all(-1) & torch.tensor(x.shape[1] > 1)] = torch.nan\n"
+WORSE_AT_INFINITY = RIGHT + "    if (x == -torch.inf).all(-1).any() and x.shape[1] > 1:\n        out.fill_(torch.nan)\n"
 WRONG_ELSEWHERE = NAN_AT_INFINITY + "    out[:, -1:] += 1\n"
 SEED = 20_261_122
 
@@ -86,6 +87,17 @@ def test_case_that_stock_code_fails_too_is_dropped_with_a_note(make: Any) -> Non
     assert isinstance(refused, Failure)
     assert not refused.excused
     baseline_check.close()
+
+
+def test_what_is_worse_than_stock_code_at_its_cases_is_refused(make: Any) -> None:
+    stock = make("scaled_stock", NAN_AT_INFINITY, role="baseline", provides="stock")
+    subject = make("scaled_worse", WORSE_AT_INFINITY)
+    subject.baseline_check = BaselineCheck(lambda: stock)
+    outcome = verified(subject)
+    subject.baseline_check.close()
+    assert isinstance(outcome, Failure)
+    assert outcome.gate == "nan_inf_mask"
+    assert not outcome.excused
 
 
 def test_without_stock_code_nothing_is_excused(make: Any) -> None:

@@ -203,6 +203,11 @@ class SolutionSpec(RecordPart):
             raise RecordError(
                 "torch.compile compiles at run time, so it can only be a baseline", code="compile_not_baseline"
             )
+        if self.provides == "stock" and self.role != "baseline":
+            # Stock code may fail some of its cases, as models run it anyway.
+            raise RecordError(
+                "stock code is what kernels replace, so it can only be a baseline", code="stock_not_baseline"
+            )
         if self.batch_invariant and not self.deterministic:
             raise RecordError(
                 "a solution whose calls differ in their bits cannot be batch_invariant; leave one of the two out",

@@ -207,6 +207,7 @@ class SharedBuffers:
         self.slots = slots
         self.device = device
         self.calls = tuple(calls)
+        self._copy: torch.Tensor | None = None
         size = plan.size * slots
         self.memory: torch.Tensor
         self.descriptor: int
@@ -217,6 +218,17 @@ class SharedBuffers:
     def slot(self, index: int) -> torch.Tensor:
         """Return the bytes of one slot, guard bands included."""
         return self.memory[index * self.plan.size : (index + 1) * self.plan.size]
+
+    def copy_of(self, index: int) -> torch.Tensor:
+        """Return a copy of the bytes of one slot, until the next copy.
+
+        On a CPU each copy has the same memory: a new block of megabytes takes longer to map than to fill.
+        """
+        slot = self.slot(index)
+        if self.device != "cpu":
+            return slot.clone()
+        self._copy = torch.empty_like(slot) if self._copy is None else self._copy
+        return self._copy.copy_(slot)
 
     def tensor(self, index: int, name: str) -> torch.Tensor:
         """Return one tensor of one slot."""
@@ -240,7 +252,7 @@ class SharedBuffers:
     def close(self) -> None:
         """Free the memory; safe to call twice. Tensors taken from the buffers must not be used any more."""
         if self.descriptor >= 0:
-            self.memory, self.descriptor = torch.empty(0, dtype=torch.uint8), -1
+            self.memory, self.descriptor, self._copy = torch.empty(0, dtype=torch.uint8), -1, None
             self._release()
 
     def __enter__(self) -> SharedBuffers:

@@ -55,10 +55,10 @@ Each case is the golden ratio further within these decades, so that a few cases 
 """
 MAX_FLOPS_OF_WHOLE = 1e10
 """Limit on a GPU for these cases, as their oracle may hold the scores of all pairs of positions in float64."""
-SPARSE_LENGTHS = ((1 << 13, 1 << 14), (1 << 15, 1 << 17))
-"""Ranges of a length at which a reference is affordable at some positions only."""
-MAX_FLOPS_OF_SPARSE = {False: 4e9, True: MAX_FLOPS_ON_GPU}
-"""Limits for these cases on a CPU and on a GPU: only the kernel does all of that work."""
+SPARSE_LENGTHS = {False: ((5 << 10, 1 << 13),), True: ((1 << 13, 1 << 14), (1 << 15, 1 << 17))}
+"""Ranges of a length at which a reference is affordable at some positions only, on a CPU and on a GPU."""
+MAX_FLOPS_OF_SPARSE = {False: 1e9, True: MAX_FLOPS_ON_GPU}
+"""Limits for these cases: only the kernel does all of that work. In PyTorch it holds all scores a few times."""
 SPARSE_POSITIONS = 192
 _PERIODS = (31, 61, 251, 509)
 _MAX_COMPARED = 1 << 19
@@ -198,7 +198,7 @@ class _Large:
         few = replace(self, repeated=(), shared={}, several=(), most_flops=MAX_FLOPS_OF_SPARSE[self.on_gpu])
         found = list[LargeCase]()
         for axis in self.definition.var_axes if SOFTMAX.search(self.definition.reference) else ():
-            for bounds in SPARSE_LENGTHS if self._scores_itself(axis) else ():
+            for bounds in SPARSE_LENGTHS[self.on_gpu] if self._scores_itself(axis) else ():
                 large = few.case([axis], bounds, thin=True, whole=False)
                 if large is not None:
                     size = large.case.call.axes[axis]

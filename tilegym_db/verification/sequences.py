@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ SHAPES, PAIRS = 300, 6
 """Shapes in one process, and pairs among them, of a size and the next larger one, whose results are judged."""
 SHAPES_S = 3.0
 """Seconds for all shapes: a kernel that is compiled for each gets through some of them only."""
+DRAWN_S = 1.0
+"""Processor seconds for drawing their contents, which takes a tenth of it unless inputs are drawn jointly."""
 LARGEST_SIZE, LARGEST_ELEMENTS = 1000, 1 << 15
 """Maximum size of the axis, and maximum elements of a tensor; calls of this size take the time of a launch."""
 LONG_RUN_CALLS, LONG_RUN_S, LONG_RUN_SHAPES = 30_000, 0.6, 2
@@ -135,7 +138,7 @@ class SequenceMemory:
             The number of calls; or the failure of a judged call, or of a call that wrote to other memory than its outputs.
         """
         self.fill(order)
-        before = self.buffers.memory.clone()
+        before = self.buffers.copy_of(0)
         reply = self.repeat(order, len(order), threads=threads, seconds=seconds)
         if isinstance(reply, Failure):
             return reply
@@ -226,7 +229,7 @@ def _at(plan: SlotPlan, starts: Mapping[str, int], size: int) -> SlotPlan:
     return SlotPlan(inputs, outputs, size)
 
 
-def _moved(plan: SlotPlan, start: int) -> SlotPlan:
+def starting_at(plan: SlotPlan, start: int) -> SlotPlan:
     """Return a plan whose tensors lie ``start`` bytes further."""
     return _at(plan, {one.name: one.offset + start for one in plan.tensors}, plan.size + start)
 
@@ -268,14 +271,17 @@ def _many_shapes(
         return []
     steps, start = list[Step](), 0
     for low, high in pairs.items():
-        larger = _moved(plan_slot(handle.definition, shapes[high]), start)
+        larger = starting_at(plan_slot(handle.definition, shapes[high]), start)
         smaller = _like(plan_slot(handle.definition, shapes[low]), larger)
         for size, plan, judged in ((low, smaller, lower), (high, larger, upper)):
             if size in judged:
                 steps.append(Step(shapes[size], plan, judged[size].inputs, judged[size]))
         start = larger.size
-    for size in _while_wanted(handle, set(shapes) - {*pairs, *pairs.values()}):
-        plan = _moved(plan_slot(handle.definition, shapes[size]), start)
+    others, began = [size for size in shapes if size not in {*pairs, *pairs.values()}], time.thread_time()
+    for size in _while_wanted(handle, others):
+        if time.thread_time() - began > DRAWN_S:
+            break
+        plan = starting_at(plan_slot(handle.definition, shapes[size]), start)
         steps.append(Step(shapes[size], plan, draw_inputs(handle.definition, shapes[size], handle.device)))
         start = plan.size
     with handle.mapping(shared_memory(handle, steps)) as buffers:
@@ -483,7 +489,7 @@ def _chain(
     steps, start, fed = list[Step](), 0, None
     for _ in range(CHAINED_CALLS):
         case = Case(replace(base.call, layouts={}), seed=drawn.getrandbits(62))
-        plan, inputs = _moved(plan_slot(definition, case), start), draw_inputs(definition, case, handle.device)
+        plan, inputs = starting_at(plan_slot(definition, case), start), draw_inputs(definition, case, handle.device)
         start = plan.size
         if fed is not None:  # at the address of the output before, which is not filled
             moved = tuple(replace(one, offset=fed) if one.name == name else one for one in plan.inputs)
@@ -563,20 +569,20 @@ def _equal_sizes(
     steps, start = list[Step](), 0
     for case, expected in known:
         if expected is not None:
-            plan = _moved(plan_slot(handle.definition, case), start)
+            plan = starting_at(plan_slot(handle.definition, case), start)
             steps.append(Step(case, plan, expected.inputs, expected))
             start = plan.size
     if not steps:
         return []
     judged = range(len(steps))
     for case in in_other_dtypes(handle, [step.case for step in steps[:2]], drawn):
-        plan = _moved(plan_slot(handle.definition, case), start)
+        plan = starting_at(plan_slot(handle.definition, case), start)
         steps.append(Step(case, plan, draw_inputs(handle.definition, case, handle.device)))
         start = plan.size
     others = range(len(judged), len(steps))
     if empty is not None:
         plain = replace(empty, call=replace(empty.call, layouts={}), offset=0)
-        plan = _moved(plan_slot(handle.definition, plain), start)
+        plan = starting_at(plan_slot(handle.definition, plain), start)
         steps.append(Step(plain, plan, draw_inputs(handle.definition, plain, handle.device)))
     with handle.mapping(shared_memory(handle, steps)) as buffers:
         memory = SequenceMemory(handle, buffers, steps)

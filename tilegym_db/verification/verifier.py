@@ -201,7 +201,7 @@ def one_call(
 ) -> dict[str, torch.Tensor] | Failure:
     """Fill a slot, make one call on it in a situation, and return the outputs without comparing them."""
     fill_slot(buffers, index, definition, expected, poison)
-    before = buffers.slot(index).clone()
+    before = buffers.copy_of(index)
     buffers.settle()
     failure = _call(worker, index, expected.case, timeout_s, situation)
     if failure is None:
@@ -267,11 +267,30 @@ def written_tensors(plan: SlotPlan, definition: Definition) -> list[TensorPlan]:
 
 
 def changed_byte(before: torch.Tensor, now: torch.Tensor, writable: Iterable[TensorPlan]) -> int | None:
-    """Return the first byte of a memory that differs from a copy, without the elements of some tensors; None if none does."""
-    after = now.clone()
-    for plan in writable:
-        tensor_view(after, plan).copy_(tensor_view(before, plan))
-    return None if torch.equal(before, after) else int(torch.nonzero(before != after)[0])
+    """Return the first byte of a memory that differs from a copy, without the elements of some tensors; None if none does.
+
+    Only the memory of these tensors is copied, as a call may have hundreds of megabytes of inputs.
+    """
+    plans = sorted(writable, key=lambda plan: plan.offset)
+    begin = 0
+    while begin < before.numel():
+        # What lies up to the next tensor that may change, and then all such tensors that reach into each other.
+        end = plans[0].offset if plans else before.numel()
+        if not torch.equal(before[begin:end], now[begin:end]):
+            return begin + int(torch.nonzero(before[begin:end] != now[begin:end])[0])
+        begin, together = end, list[TensorPlan]()
+        while plans and plans[0].offset <= end:
+            together.append(plans.pop(0))
+            end = max(end, together[-1].offset + together[-1].span)
+        if any(each_once(tensor_view(before, plan)).nbytes != plan.span for plan in together) or len(together) > 1:
+            after = now[begin:end].clone()
+            for plan in together:
+                there = replace(plan, offset=plan.offset - begin)
+                tensor_view(after, there).copy_(tensor_view(before, plan))
+            if not torch.equal(before[begin:end], after):
+                return begin + int(torch.nonzero(before[begin:end] != after)[0])
+        begin = end
+    return None
 
 
 def _holds(slot: torch.Tensor, plan: TensorPlan, position: int) -> bool:

@@ -368,8 +368,11 @@ class WorkerHandle:
         return self.situation(case, 0) if drawn else PLAIN
 
     def situation(self, case: Case, number: int) -> Situation:
-        """Return the situation of a call on a case; a tier that makes no calls in turn has plain calls."""
-        if not self.policy.in_turn:
+        """Return the situation of a call on a case; a tier that makes no calls in turn has plain calls.
+
+        ``torch.compile`` compiles for each situation, and raises after eight. It never serves a model.
+        """
+        if not self.policy.in_turn or self.solution.record.spec.provides == "compile":
             return PLAIN
         definition, on_gpu = self.definition, self.device != CPU
         read_only = [name for name in definition.tensor_inputs if name not in definition.in_place]
