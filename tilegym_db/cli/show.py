@@ -225,6 +225,8 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
         ],
         wide=wide,
         least=("timestamp", "config", "tier", "dtypes"),
+        most=("trace", "axes", "latency_us"),
+        key=("gpu", "axes"),
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")

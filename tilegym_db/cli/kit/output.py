@@ -414,7 +414,7 @@ def _block(fields: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Return the lines of one row: its first cell, and below it names and cells as many as fit on each line."""
     (_, first), *others = fields
     lines, line = _folded(first, width) or [""], ""
-    for part in (f"{name} {cell}" for name, cell in others if cell):
+    for part in (f"{name} {cell}".strip() for name, cell in others if cell):
         if line and text_width(line) + GAP + text_width(part) <= width - INDENT:
             line += " " * GAP + part
             continue
