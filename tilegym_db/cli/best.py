@@ -99,7 +99,7 @@ def best_command(
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
-    from tilegym_db.records.base import explain_command
+    from tilegym_db.records.text import explain_command
 
     first = shown[0]
     why = explain_command(first["definition"], first["axes_key"], first["dtypes_key"], first["gpu"])

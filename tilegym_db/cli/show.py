@@ -98,7 +98,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.best import print_leaderboard
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
-    from tilegym_db.records.base import binding_key, explain_command
+    from tilegym_db.records.text import binding_key, explain_command
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import problems_of, shown
+from tilegym_db.records.base import problems_of
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -28,6 +28,7 @@ from tilegym_db.records.dtypes import CODE_DTYPES, DTYPE_BYTES, FLOAT_DTYPES, IN
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_expression
 from tilegym_db.records.layouts import parse_layout
 from tilegym_db.records.python_source import check_function, function_parameters
+from tilegym_db.records.text import shown
 
 GRADIENT = "grad_"
 """Prefix of a gradient's name in a backward Definition."""

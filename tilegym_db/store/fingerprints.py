@@ -22,7 +22,7 @@ from tilegym_db.published.input_files import (
     shipped_locks,
     shipped_traces,
 )
-from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store import statements
 
 if TYPE_CHECKING:

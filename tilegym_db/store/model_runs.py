@@ -16,8 +16,8 @@ from tilegym_db.files import read_bytes, regular_files, write_atomically, writin
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import MODELS_SUFFIX, published_model_files
 from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
-from tilegym_db.records.base import canonical_json, parse_object
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.text import canonical_json, parse_object
 from tilegym_db.store import statements
 from tilegym_db.store.journal import numbered_lines
 from tilegym_db.store.loading import IngestReport

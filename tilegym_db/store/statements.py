@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib.resources import files
 from string import Template
 
-from tilegym_db.records.base import FIRST_YEAR, LAST_YEAR, NAME_PATTERN
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
+from tilegym_db.records.text import FIRST_YEAR, LAST_YEAR, NAME_PATTERN
 from tilegym_db.records.verdicts import (
     MIN_SPEEDUP,
     PUBLISHED_SANDBOX_LEVEL,

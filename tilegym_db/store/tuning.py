@@ -20,8 +20,9 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
 from tilegym_db.published.input_files import own_tuning_files, published_tuning_files, read_lines
 from tilegym_db.published.snapshot import read_published
-from tilegym_db.records.base import NAME_PATTERN, Record
+from tilegym_db.records.base import Record
 from tilegym_db.records.solution import Tunable, config_id
+from tilegym_db.records.text import NAME_PATTERN
 from tilegym_db.records.verdicts import Status
 from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines

@@ -24,9 +24,9 @@ from tilegym_db.catalog.writers import check_call, check_fits
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.base import parse_object
 from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.records.solution import find_function, normalise_language
+from tilegym_db.records.text import parse_object
 from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
 from tilegym_db.scaffold import is_draft, read_definition_file
 from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
