@@ -117,6 +117,7 @@ def test_what_is_no_file_is_never_replaced(cli, row_scale, place):
 
 
 def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in (
         ["list"],
         ["list", "--solutions"],

@@ -247,7 +247,11 @@ class Kernelizer:
         if self.author is not None:
             return run_author(self.author, prompt, folder, catalog, self.left_s)
         before = verdicts(task, self.home)
-        self.say(f"waiting for a kernel in its folder, or: tilegym-db task submit {task.id} FOLDER")
+        left = f"{self.left_s:.0f} s" if self.left_s < 120 else f"{self.left_s / 60:.0f} minutes"
+        self.say(
+            f"waiting at most {left} for a kernel in its folder, or: tilegym-db task submit {task.id} "
+            "FOLDER. Ctrl-C ends the wait; the same command continues here"
+        )
         problem = wait_for_author(
             prompt, folder, catalog, self.left_s, is_submitted=lambda: verdicts(task, self.home) != before
         )
