@@ -451,7 +451,7 @@ def _is_repeated(cells: Sequence[str]) -> bool:
     return len(cells) > 1 and cells[0] != "" and len(set(cells)) == 1
 
 
-def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:
+def _kept(shown: Sequence[int], sizes: Mapping[int, int], width: int, order: Sequence[int]) -> list[int]:
     """Return the columns that fit in these sizes after dropping others in ``order``. At least one stays."""
     kept = list(shown)
     for index in order:
