@@ -40,8 +40,7 @@ from tilegym_db.models.capture import CapturedCall, new_workloads, workload_of
 from tilegym_db.models.parts import attention_sink
 from tilegym_db.models.random_model import load_config, model_class
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import differentiated
-from tilegym_db.records.call import bind_call
+from tilegym_db.records.call import bind_call, differentiated
 from tilegym_db.resolver.dispatch import with_outputs
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.resolver.resolve import decide_request, make_request

@@ -153,3 +153,16 @@ def test_a_backward_that_fits_no_forward_is_found(cli, sound, edit, row_scale):
     )
     path.with_name("row_scale_backward.json").write_text(json.dumps({**record, "backward_of": "row_scales"}))
     assert "row_scale_backward: backward_of: no definition 'row_scales'" in cli("check", "row_scale_backward").out
+
+
+def test_draft_of_the_other_kind_is_named_as_one(cli, sound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cli("new", "solution", "row_scale", "--language", "python")
+    cli("new", "definition", "row_shift")
+    (solution,) = (path.parent.name for path in tmp_path.glob("*/solution.json"))
+    wrong = cli("check", solution)
+    assert (wrong.code, wrong.cause) == (2, "draft_of_solution")
+    assert f"tilegym-db dev {solution}" in wrong.err
+    wrong = cli("add-solution", "row_shift")
+    assert (wrong.code, wrong.cause) == (2, "draft_of_definition")
+    assert "tilegym-db add-definition row_shift/" in wrong.err

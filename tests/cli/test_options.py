@@ -116,7 +116,20 @@ def test_what_is_no_file_is_never_replaced(cli, row_scale, place):
     assert (result.code, result.cause) == (2, "output_not_file")
 
 
+def test_texts_of_options_are_read_without_pydantic():
+    code = (
+        "import sys\nfrom tilegym_db.cli.commands import load_command\n"
+        "context = load_command('best').make_context('best', ['rms_norm', '--gpu', 'h200', '--axes', 'M=1', '--axes', 'N=2'])\n"
+        "assert 'pydantic' not in sys.modules\n"
+        "given = {name: context.params[name] for name in ('name', 'gpu', 'axes', 'limit', 'rank')}\n"
+        "assert given == {'name': 'rms_norm', 'gpu': 'h200', 'axes': ['M=1', 'N=2'], 'limit': None, 'rank': False}, given\n"
+        "assert load_command('best').make_context('best', ['--limit', '3']).params['limit'] == 3\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in (
         ["list"],
         ["list", "--solutions"],

@@ -35,7 +35,8 @@ def test_narrow_table_states_what_every_row_repeats_once():
 
 
 def test_most_important_columns_stay_in_a_narrow_table():
-    layout = lay_out(COLUMNS, ROWS, width=22, numeric=["us"], most=["solution", "us"])
+    columns, rows = ("definition", "language", "solution", "us"), [("rms_norm", "triton", "rms_norm_rows", "12.5")]
+    layout = lay_out(columns, rows, width=22, numeric=["us"], most=["solution", "us"])
     assert layout.lines[0].split() == ["solution", "us"]
     assert layout.dropped == ("definition", "language")
 
@@ -123,6 +124,51 @@ def test_part_of_the_key_that_tells_rows_apart_stays():
     assert layout.repeated == (("definition", "rms_norm"),)
 
 
+NAMES = [f"fused_add_rms_norm_{kind}_backward_{way}" for kind in ("saved", "weighted") for way in ("triton", "cutile")]
+NAMED = [("fused_add_rms_norm", name, "h200", f"{at}.5", "") for at, name in enumerate(NAMES)]
+SHOWN = ("definition", "solution", "gpu", "us", "note")
+
+
+def test_names_too_long_for_a_line_are_whole_in_blocks():
+    layout = lay_out(SHOWN, NAMED, width=45, numeric=["us"], most=["solution", "us"])
+    assert layout.lines[0] == "solution"
+    assert layout.lines[2:6] == [NAMES[0], "    us 0.5", NAMES[1], "    us 1.5"]
+    assert layout.repeated == (("definition", "fused_add_rms_norm"), ("gpu", "h200"))
+    assert layout.dropped == ()
+
+
+def test_names_alike_when_cut_are_whole_where_they_fit():
+    columns, rows = ("solution", "about", "us"), [(name, f"text {us}", us) for _, name, _, us, _ in NAMED]
+    assert lay_out(columns, rows, width=50, numeric=["us"]).lines[2:4] == [NAMES[0], "    about text 0.5  us 0.5"]
+    layout = lay_out(columns, rows, width=50, numeric=["us"], least=["about"])
+    assert [line.split() for line in layout.lines[2:]] == [[name, us] for _, name, _, us, _ in NAMED]
+
+
+def test_rows_with_equal_names_keep_what_tells_them_apart():
+    columns = ("solution", "axes", "dtypes", "us")
+    rows = [
+        ("rms_norm_triton", f"M={size},N=4096", f"T={dtype}", "5.1") for size in (1, 8) for dtype in ("bf16", "f32")
+    ]
+    given = {"numeric": ["us"], "most": ["solution", "us"], "least": ["dtypes"], "key": columns[1:3]}
+    for width in (30, 40, 45, 80):
+        lines = lay_out(columns, rows, width=width, **given).lines[2:]
+        size = len(lines) // len(rows)
+        assert len({" ".join(lines[at : at + size]) for at in range(0, len(lines), size)}) == len(rows), width
+
+
+def test_pipe_has_a_line_for_each_row_and_cuts_no_key():
+    columns, rows = ("axes", "solution", "us"), [(f"B={at},Hq=32,L=2048,S=2048", NAMES[0], "7.1") for at in range(3)]
+    layout = lay_out(columns, rows, width=40, numeric=["us"], most=["solution"], key=["axes"], cuts_names=False)
+    assert [line.split()[:2] for line in layout.lines[2:]] == [[axes, NAMES[0]] for axes, *_ in rows]
+
+
+def test_block_of_a_long_cell_stays_in_the_width():
+    columns, rows = ("solution", "config"), [("x" * 50, "BLOCK=128," * 8), ("y" * 50, "")]
+    lines = lay_out(columns, rows, width=30).lines
+    assert max(map(len, lines)) <= 30
+    assert "".join(line.strip() for line in lines[2:]) == "x" * 50 + "config " + "BLOCK=128," * 8 + "y" * 50
+
+
 def test_time_has_seconds_and_is_not_cut(capsys):
     at = datetime(2026, 11, 25, 17, 55, 30, 402994, tzinfo=UTC)
     print_table(("trace", "timestamp", "solution"), [("7fdc2899" * 5, at, "gelu_tanh_and_mul_tilelang" * 2)] * 2)
@@ -135,4 +181,4 @@ def test_note_on_repeated_columns_names_a_few_of_them(capsys, monkeypatch):
     print_table(columns, [[f"value of {name}" for name in columns]] * 2)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("in every row: "))
     assert line.count("value of") == 6
-    assert line.endswith("and the same in 11 more columns")
+    assert line.endswith("and the same in 12 more columns")

@@ -14,7 +14,7 @@ from tilegym_db.cli.kit.options import config_file
 from tilegym_db.errors import UsageError
 from tilegym_db.models.capture import of_one_gpu, with_few_layers
 from tilegym_db.models.random_model import config_content, load_config, model_class, unchecked_model
-from tilegym_db.records.base import canonical_json
+from tilegym_db.records.text import canonical_json
 from tilegym_db.scaffold.model_config import read_model_config
 
 TYPES = sorted(CONFIG_MAPPING)

@@ -34,14 +34,14 @@ def test_every_comment_is_on_a_column_that_exists(place: Path) -> None:
     assert {(view, column) for view, own in stated["of"].items() for column in own} <= there
 
 
-@pytest.mark.parametrize("text", ["SHOW TABLES", "show tables;", " Show  Tables "])
+@pytest.mark.parametrize("text", ["SHOW TABLES", "show tables;", " Show  Tables ", "SHOW ALL TABLES", "DESCRIBE"])
 def test_show_tables_lists_the_views_and_no_internals(text: str, place: Path) -> None:
     result = run_user_query(text, path=place)
     assert result.columns == ("view", "comment")
     assert tuple(row[0] for row in result.rows) == VIEWS
 
 
-@pytest.mark.parametrize("text", ["DESCRIBE best", "desc BEST;", "SHOW best"])
+@pytest.mark.parametrize("text", ["DESCRIBE best", "desc BEST;", "SHOW best", "DESCRIBE main.best", 'DESC "best"'])
 def test_describe_has_types_and_comments(text: str, place: Path) -> None:
     result = run_user_query(text, path=place)
     assert result.columns == ("column_name", "column_type", "comment")

@@ -457,6 +457,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
         "slow = {'filling', 'definition', 'solution', 'trace', 'workload'}\n"
         "loaded = {name.rpartition('.')[2] for name in sys.modules if name.startswith('tilegym_db.')}\n"
         "assert not loaded & slow, loaded & slow\n"
+        "assert 'pydantic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -20,8 +20,8 @@ from pydantic_core import from_json
 from tilegym_db.errors import RecordError, TilegymDBError
 from tilegym_db.files import decode, read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
-from tilegym_db.records.base import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.expressions import headers_of_large_sources, parse_source, recall_headers
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, parse_object
 
 if TYPE_CHECKING:
     from tilegym_db.records import Definition, Solution, Workload

@@ -23,10 +23,11 @@ from tilegym_db.catalog.record_files import (
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, remove_folder, replace_folder, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.base import parse_object, problems_of
+from tilegym_db.records.base import problems_of
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import overlap_words
 from tilegym_db.records.solution import signature_problem
+from tilegym_db.records.text import parse_object
 
 
 def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:

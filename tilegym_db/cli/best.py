@@ -99,7 +99,7 @@ def best_command(
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
-    from tilegym_db.records.base import explain_command
+    from tilegym_db.records.text import explain_command
 
     first = shown[0]
     why = explain_command(first["definition"], first["axes_key"], first["dtypes_key"], first["gpu"])
@@ -319,7 +319,12 @@ def compare_command(
         write_records(form, rows)
         return
     print_table(
-        COMPARE_COLUMNS, [cells(row) for row in rows], wide=form.wide, least=COMPARE_DROPPED_FIRST, key=BEST_KEY
+        COMPARE_COLUMNS,
+        [cells(row) for row in rows],
+        wide=form.wide,
+        least=COMPARE_DROPPED_FIRST,
+        most=COMPARE_DROPPED_LAST,
+        key=BEST_KEY,
     )
     for text in summary(rows, a, b):
         note(text)
@@ -327,6 +332,7 @@ def compare_command(
 
 COMPARE_COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "a us", "b us", "b / a", "faster", "why")
 COMPARE_DROPPED_FIRST = ("layouts", "scalars", "dtypes", "why")
+COMPARE_DROPPED_LAST = ("axes", "a us", "b us", "b / a")
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:

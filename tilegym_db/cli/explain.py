@@ -98,7 +98,7 @@ def _print(explanation: Explanation, wide: bool) -> None:
     reasons = [str(row[-1]) for row in rows]
     for row, reason, above in zip(rows[1:], reasons[1:], reasons, strict=False):
         row[-1] = "as above" if reason and reason == above else reason
-    print_table(COLUMNS, rows, wide=wide, least=LEAST, prose=("why",))
+    print_table(COLUMNS, rows, wide=wide, least=LEAST, most=("solution", "latency us"), prose=("why",))
     if explanation.left_to_compilers:
         note(f"Under torch.compile, stock code runs: {explanation.left_to_compilers}.")
     if evidence.published:

@@ -52,7 +52,8 @@ def command(
         write_records(form, rows)
     elif rows:
         cells = [tuple(_spelled(value) for value in row.values()) for row in rows]
-        print_table(list(rows[0]), cells, wide=form.wide, least=LEAST_OF_AWARDS if awards else LEAST)
+        least = LEAST_OF_AWARDS if awards else LEAST
+        print_table(list(rows[0]), cells, wide=form.wide, least=least, key=("definition", "axes"))
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
         note("nothing matches.")

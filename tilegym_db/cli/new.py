@@ -250,7 +250,7 @@ def check_name(name: str, option: str) -> None:
     Raises:
         UsageError: the text is empty or has invalid characters.
     """
-    from tilegym_db.records.base import NAME_PATTERN
+    from tilegym_db.records.text import NAME_PATTERN
 
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise UsageError(

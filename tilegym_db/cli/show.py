@@ -98,7 +98,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.best import print_leaderboard
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
-    from tilegym_db.records.base import binding_key, explain_command
+    from tilegym_db.records.text import binding_key, explain_command
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
@@ -225,6 +225,8 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
         ],
         wide=wide,
         least=("timestamp", "config", "tier", "dtypes"),
+        most=("trace", "axes", "latency_us"),
+        key=("gpu", "axes"),
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")

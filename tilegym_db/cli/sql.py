@@ -96,7 +96,8 @@ def print_answer(result: QueryResult, form: Form) -> None:
     elif form.is_table:
         wide = form.wide or (not has_width() and len(result.columns) <= MAX_WHOLE_COLUMNS)
         rows = _with_short_types(result.rows) if result.columns[-3:] == _DESCRIPTION else result.rows
-        print_table(result.columns, rows, wide=wide, prose=_sentences(result))
+        chosen = result.columns if len(result.columns) <= MAX_WHOLE_COLUMNS else ()
+        print_table(result.columns, rows, wide=wide, prose=_sentences(result), key=chosen)
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)

@@ -255,6 +255,10 @@ def auto_command(
             print_experiments(done, as_json=as_json)
             sys.stdout.flush()  # an interrupt discards unwritten output
     note(f"ended: {why}")
+    if done and done[-1].decision == "timeout":
+        note(
+            "The task stays open, and the same command waits for its kernel again. Its attempts: tilegym-db task status"
+        )
 
 
 def checked_machine(language: str, author: str | None, gpu: str) -> Machine:

@@ -38,9 +38,9 @@ from tilegym_db.loop.submit import submit, withdraw
 from tilegym_db.loop.tasks import create_task, discarded, last_attempt, prompt_of, verdicts
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
-from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.loop import append, journaled, loop_lock
@@ -247,7 +247,11 @@ class Kernelizer:
         if self.author is not None:
             return run_author(self.author, prompt, folder, catalog, self.left_s)
         before = verdicts(task, self.home)
-        self.say(f"waiting for a kernel in its folder, or: tilegym-db task submit {task.id} FOLDER")
+        left = f"{self.left_s:.0f} s" if self.left_s < 120 else f"{self.left_s / 60:.0f} minutes"
+        self.say(
+            f"waiting at most {left} for a kernel in its folder, or: tilegym-db task submit {task.id} "
+            "FOLDER. Ctrl-C ends the wait; the same command continues here"
+        )
         problem = wait_for_author(
             prompt, folder, catalog, self.left_s, is_submitted=lambda: verdicts(task, self.home) != before
         )

@@ -35,10 +35,10 @@ from tilegym_db.models.random_model import build_model, config_content, load_con
 from tilegym_db.published.entries import spelled_bits, why_not_as_required
 from tilegym_db.published.table import table_for
 from tilegym_db.records import Workload, axes_key
-from tilegym_db.records.base import binding_key, canonical_json, explain_command
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate, ModelRun
+from tilegym_db.records.text import binding_key, canonical_json, explain_command
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop import award_rows, model_run_rows

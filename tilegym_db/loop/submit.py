@@ -34,10 +34,10 @@ from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Solution, Trace, axes_key
-from tilegym_db.records.base import binding_key, length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.records.solution import signature_problem, why_not_timed
+from tilegym_db.records.text import binding_key, length_prefixed_digest
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import open_store

@@ -41,9 +41,9 @@ from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, tim
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, Trace
-from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import signature_problem
+from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import function_source, language_of

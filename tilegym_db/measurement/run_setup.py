@@ -24,8 +24,8 @@ from tilegym_db.measurement.plan import DoneKey, LikelyFastest, Options, PairKey
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import home
 from tilegym_db.records import Config, Definition, Trace, Workload
-from tilegym_db.records.base import canonical_json
 from tilegym_db.records.case import Case
+from tilegym_db.records.text import canonical_json
 from tilegym_db.records.trace import (
     Audit,
     Correctness,

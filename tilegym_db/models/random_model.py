@@ -13,7 +13,7 @@ import torch
 
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
 from tilegym_db.models.capture import forward_arguments, text_configs, with_few_layers
-from tilegym_db.records.base import shown
+from tilegym_db.records.text import shown
 from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 
 DTYPES = ("bfloat16", "float16", "float32")

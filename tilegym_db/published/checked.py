@@ -41,7 +41,6 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import PEAKS_NAME, definition_of, published_folders, trace_files
 from tilegym_db.published.snapshot import open_snapshot
 from tilegym_db.records import Solution
-from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.definition import (
     CODES_EQUAL,
     MIN_ELEMENTS_FOR_NORMS,
@@ -51,6 +50,7 @@ from tilegym_db.records.definition import (
     limits_for,
 )
 from tilegym_db.records.roofline import GpuPeaks, least_us, speed_of_light
+from tilegym_db.records.text import length_prefixed_digest
 
 MAX_BYTES = 8 << 20
 _NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}

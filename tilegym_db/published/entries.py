@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.input_files import damaged
-from tilegym_db.records.base import binding_key
 from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config, why_not_timed
+from tilegym_db.records.text import binding_key
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 

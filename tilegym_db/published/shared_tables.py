@@ -29,7 +29,7 @@ from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import remove_tree
 from tilegym_db.published.input_files import FOLDER, LOCK_NAME
 from tilegym_db.published.snapshot import Snapshot, is_signed, open_snapshot, signature
-from tilegym_db.records.base import shown
+from tilegym_db.records.text import shown
 
 SOURCE_NAME, TRUST_NAME = "source.json", "trusted"
 _FOLDER = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}-[0-9a-f]{8}")

@@ -33,7 +33,8 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import LOCK_NAME, is_packed, trace_files, unpacked
-from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json
+from tilegym_db.records.base import Record
+from tilegym_db.records.text import NAME_PATTERN, canonical_json
 
 # ---- Signatures of an installation -----------------------------------------------------------------------
 

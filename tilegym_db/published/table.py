@@ -47,10 +47,10 @@ from tilegym_db.published.input_files import (
 from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
 from tilegym_db.published.snapshot import Snapshot, open_snapshot
 from tilegym_db.records import Definition
-from tilegym_db.records.base import parse_object
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Config, config_id, name_with_config
+from tilegym_db.records.text import parse_object
 from tilegym_db.records.verdicts import is_wrong
 
 if TYPE_CHECKING:

@@ -6,21 +6,18 @@ Its parts are the models, the field types, and the JSON parser.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, ValidationError
-from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError
-from tilegym_db.files import decode
+from tilegym_db.records.text import FIRST_YEAR, LAST_YEAR, parse_object, shown
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
 MAX_CULPRITS = 20
 MAX_KEY = 80
 PYDANTIC_CODES = {
@@ -42,9 +39,6 @@ PYDANTIC_CODES = {
     "less_than": "value_range",
     "less_than_equal": "value_range",
 }
-
-
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 class RecordPart(BaseModel):
@@ -176,31 +170,6 @@ def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     return close[0] if close else ""
 
 
-def binding_key(values: Mapping[str, object]) -> str:
-    """Return a binding of names as canonical text, ``M=4096,N=4096``, for grouping, joining and command lines."""
-    return ",".join(f"{name}={values[name]}" for name in sorted(values))
-
-
-def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
-    """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
-    options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
-    return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])
-
-
-def canonical_json(value: Any) -> str:
-    """Return the canonical JSON text of a value, which digests and ids are computed from."""
-    return _CANONICAL.encode(value)
-
-
-def length_prefixed_digest(parts: Iterable[bytes]) -> str:
-    """Return the sha256 of the parts, each preceded by its length, so that different lists of parts have different digests."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
-
-
 def problems_of(check: Callable[[], None]) -> tuple[RecordError, ...]:
     """Return the faults that one check raises, so that a record can report the faults of all its checks at once."""
     try:
@@ -250,10 +219,6 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
     return check
 
 
-FIRST_YEAR, LAST_YEAR = 2000, 2199
-"""Years of a record. Beyond them a clock was wrong, and time zones and plots would leave the calendar."""
-
-
 def in_utc(value: datetime) -> datetime:
     """Return a time in UTC; one without a zone is in UTC already.
 
@@ -277,12 +242,6 @@ Line = Annotated[str, AfterValidator(_text(MAX_LINE, "\t"))]
 """One short line, such as a tag or an author."""
 Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
 """A description of one or several lines."""
-
-
-def shown(text: str, most: int = 120) -> str:
-    """Return a text for a message: on one line, and cut to ``most`` characters."""
-    clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
-    return clean if len(text) <= most else f"{clean[:most]}..."
 
 
 def longest_text(value: Any) -> tuple[str, int]:
@@ -315,49 +274,3 @@ def _spelled(place: tuple[Any, ...]) -> str:
         step, place = place
         steps.append(f"[{step}]" if isinstance(step, int) else f".{shown(step, 40)}")
     return "".join(reversed(steps)).lstrip(".")
-
-
-# ---- parsing --------------------------------------------------------------------------------------
-# JSON of records is UTF-8, without NaN and without repeated keys.
-
-
-class _RepeatedKeyError(Exception):
-    """A key that occurs twice in one object."""
-
-
-def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
-    """Parse a JSON text and return its value.
-
-    Args:
-        text: a whole file, or one line of it.
-        kind: the expected record, for the message.
-        source: its origin (a path, or ``path:line``), for the message.
-
-    Raises:
-        RecordError: the text is not UTF-8 or not JSON, or an object has a key twice.
-    """
-    if isinstance(text, bytes):
-        text = decode(text, source)
-    try:
-        # Stricter than the json module: refuses NaN, half of a surrogate pair, and numbers that take very long to parse.
-        value = from_json(text, allow_inf_nan=False)
-    except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
-        raise RecordError(
-            f"{source}: not valid JSON: {error}. Fix the file and run the command again.", code="json_syntax"
-        ) from None
-    try:
-        json.loads(text, object_pairs_hook=_distinct, parse_int=len, parse_float=len)
-    except _RepeatedKeyError as repeated:
-        raise RecordError(
-            f"{source}: not a valid {kind}: the key '{repeated}' occurs twice in one object. Remove one of them.",
-            code="key_repeated",
-        ) from None
-    return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> None:
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise _RepeatedKeyError(shown(name))
-        seen.add(name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tilegym_db.records.base import canonical_json
 from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.text import canonical_json
 from tilegym_db.records.workload import RandomInput, SafetensorsInput, Workload, axes_key
 
 TYPICAL = ":typical"

@@ -17,8 +17,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError, did_you_mean
-from tilegym_db.records.base import MAX_AXIS, NAME_PATTERN, Line, Prose, Record, canonical_json, problems_of, shown
-from tilegym_db.records.base import length_prefixed_digest as digest_of
+from tilegym_db.records.base import MAX_AXIS, Line, Prose, Record, problems_of
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -62,6 +61,8 @@ from tilegym_db.records.expressions import (
     names_in,
 )
 from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, shown
+from tilegym_db.records.text import length_prefixed_digest as digest_of
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _VERSION = r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$"

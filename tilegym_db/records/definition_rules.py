@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import problems_of, shown
+from tilegym_db.records.base import problems_of
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -33,6 +33,7 @@ from tilegym_db.records.expressions import (
     parse_expression,
 )
 from tilegym_db.records.layouts import parse_layout
+from tilegym_db.records.text import shown
 
 GRADIENT = "grad_"
 """Prefix of a gradient's name in a backward Definition."""

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Prose, Real, Record, RecordPart, canonical_json, in_utc
+from tilegym_db.records.base import Int64, Line, Prose, Real, Record, RecordPart, in_utc
 from tilegym_db.records.solution import Config
+from tilegym_db.records.text import NAME_PATTERN, canonical_json
 from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.records.workload import NAMESPACE
 

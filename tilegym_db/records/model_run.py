@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, in_utc
+from tilegym_db.records.base import Flag, Int64, Real, Record, RecordPart, in_utc
+from tilegym_db.records.text import NAME_PATTERN
 
 
 class Estimate(RecordPart):

@@ -28,10 +28,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart, in_utc
+from tilegym_db.records.base import Int64, Real, Record, RecordPart, in_utc
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.hardware import CPU
+from tilegym_db.records.text import NAME_PATTERN
 
 FLOOR_MARGIN = 0.95
 """A time is rejected if it is below this share of the floor; the margin covers errors of the driver's figures and timer."""

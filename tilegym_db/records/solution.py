@@ -18,23 +18,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
-from tilegym_db.records.base import (
-    NAME_PATTERN,
-    Flag,
-    Line,
-    Prose,
-    Record,
-    RecordPart,
-    canonical_json,
-    length_prefixed_digest,
-    shown,
-)
+from tilegym_db.records.base import Flag, Line, Prose, Record, RecordPart
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import ExpressionText
 from tilegym_db.records.dtypes import DType
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixed_digest, shown
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")

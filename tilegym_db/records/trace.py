@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json, in_utc
+from tilegym_db.records.base import Flag, Int64, Real, Record, RecordPart, in_utc
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
+from tilegym_db.records.text import NAME_PATTERN, canonical_json
 from tilegym_db.records.verdicts import (
     UNTIMED_TIERS,
     Status,

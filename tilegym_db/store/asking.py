@@ -272,7 +272,11 @@ def _refusal(error: Exception) -> QueryError:
 #
 # The texts are in ``columns.toml`` beside this file. The types are DuckDB's own, of the open connection.
 
-_ASKED = re.compile(r"\s*(?:(?P<tables>SHOW\s+TABLES)|(?:DESCRIBE|DESC|SHOW)\s+(?P<view>\w+))\s*;?\s*", re.IGNORECASE)
+_ASKED = re.compile(
+    r"""\s*(?:(?P<tables>SHOW(?:\s+ALL)?\s+(?:TABLES|VIEWS)|DESCRIBE|DESC|SHOW)
+    |(?:DESCRIBE|DESC|SHOW)\s+(?:TABLE\s+)?(?:main\.)?"?(?P<view>\w+)"?)\s*;?\s*""",
+    re.IGNORECASE | re.VERBOSE,
+)
 _TYPES = """
     SELECT column_name, data_type FROM duckdb_columns()
     WHERE NOT internal AND schema_name = 'main' AND table_name = $view ORDER BY column_index

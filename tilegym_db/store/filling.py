@@ -23,7 +23,7 @@ from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
-from tilegym_db.records.base import binding_key
+from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
 from tilegym_db.store import queries, statements
 from tilegym_db.store.connection import database_path, lock_patience_s, require_regular, settle

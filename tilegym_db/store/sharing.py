@@ -19,7 +19,7 @@ from tilegym_db.paths import home, remove_tree
 from tilegym_db.published.input_files import FOLDER
 from tilegym_db.published.shared_tables import SharedPlace, hidden
 from tilegym_db.published.snapshot import KEY_NAME, signature
-from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.records.trace import Trace
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS
 from tilegym_db.store import statements

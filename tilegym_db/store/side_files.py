@@ -25,10 +25,11 @@ from tilegym_db.published.input_files import (
     read_lines,
 )
 from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
-from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json, parse_object
+from tilegym_db.records.base import Record
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Tunable, config_id
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.verdicts import Status
 from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines

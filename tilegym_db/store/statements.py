@@ -27,8 +27,8 @@ from tilegym_db.published.input_files import (
     shipped_locks,
     shipped_traces,
 )
-from tilegym_db.records.base import FIRST_YEAR, LAST_YEAR, NAME_PATTERN, length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
+from tilegym_db.records.text import FIRST_YEAR, LAST_YEAR, NAME_PATTERN, length_prefixed_digest
 from tilegym_db.records.verdicts import (
     MIN_SPEEDUP,
     PUBLISHED_SANDBOX_LEVEL,

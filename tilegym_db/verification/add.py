@@ -19,17 +19,17 @@ from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
 from tilegym_db.catalog.reader import check_blobs
-from tilegym_db.catalog.record_files import LIBRARY, WORKLOAD_BYTES, file_of, library_file, of_family_file
+from tilegym_db.catalog.record_files import LIBRARY, RECORD_NAME, WORKLOAD_BYTES, file_of, library_file, of_family_file
 from tilegym_db.catalog.writers import check_call, check_fits
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.base import parse_object
 from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.records.solution import find_function, normalise_language
+from tilegym_db.records.text import parse_object
 from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
 from tilegym_db.scaffold import is_draft, read_definition_file
-from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
+from tilegym_db.scaffold.definition_draft import RECORD_FILE, WORKLOADS_FILE, open_places
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.queries import count_traces_of
@@ -263,6 +263,12 @@ def _from_record(
     place: Path, definition: str | None, language: str | None, name: str | None
 ) -> tuple[Solution, Sources]:
     """Return the Solution of a record or of its folder. Arguments must agree with it; ``name`` replaces its name."""
+    if place.is_dir() and not (place / RECORD_NAME).exists() and (place / RECORD_FILE).is_file():
+        raise UsageError(
+            f"{place} is a draft of a definition, and holds no {RECORD_NAME}. Try: tilegym-db check "
+            f"{shlex.quote(f'{place}/')}, then: tilegym-db add-definition {shlex.quote(f'{place}/')}",
+            code="draft_of_definition",
+        )
     files = SolutionFiles.read(place)
     record = files.record
     for key, given, written in (

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import RecordError, TilegymDBError, check_kind
+from tilegym_db.catalog.record_files import RECORD_NAME
+from tilegym_db.errors import RecordError, TilegymDBError, UsageError, check_kind
 from tilegym_db.files import read_bytes
 from tilegym_db.published.input_files import pattern_files
 from tilegym_db.records import Definition, Workload
@@ -83,6 +84,11 @@ def catalog_findings(
     """
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
+            if (Path(name) / RECORD_NAME).is_file():
+                raise UsageError(
+                    f"{name} is a draft of a solution, and check takes drafts of definitions. Try: tilegym-db dev {name}",
+                    code="draft_of_solution",
+                )
             catalog.definition(name)  # raises for an unknown name before any slow step
     from tilegym_db.verification.admission import run_self_test
     from tilegym_db.verification.inputs import blob_problems

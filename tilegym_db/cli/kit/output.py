@@ -183,13 +183,16 @@ def plain_value(value: Any) -> Any:
 
 # ---- Table layout ---------------------------------------------------------------------------------------
 # Fits cells into a given width. Texts are cut in the middle, because both ends distinguish names; then columns are
-# dropped. Columns of sentences are wrapped below their row.
+# dropped. If rows that differ would look alike, names stay whole, and where there is no room for them each row is a block of
+# lines. Columns of sentences are wrapped below their row.
 
 GAP = 2
 READABLE_TEXT = 24
 """Minimum width of a cut text while less important columns can still be dropped."""
 MIN_TEXT = 11
 """Minimum width of a cut text before other columns are dropped."""
+MIN_TABLE = 80
+"""Below this width, a row whose important columns do not fit is a block of lines."""
 CUT = ".."
 INDENT = 4
 
@@ -220,7 +223,8 @@ def lay_out(
 ) -> Layout:
     """Lay out a table of one-line cells.
 
-    Columns without any cell are left out if not every column fits.
+    Columns without any cell are left out if not every column fits. If rows that differ would look alike, names and key are
+    whole; a row without room for them is a block of lines, with its other cells below the first.
 
     Args:
         columns: headings.
@@ -232,8 +236,8 @@ def lay_out(
         prose: columns of sentences, which are wrapped below their row if there is a width.
         key: columns that identify a row together. One that tells rows apart, which otherwise look alike, stays as long as one
             that is the same in every row can go in its place.
-        cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them: a
-            program that reads a pipe looks for whole names, and two that are cut may look alike.
+        cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them, a row
+            keeps its line, and one that would look like another is longer: a program that reads a pipe looks for whole names.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
@@ -242,46 +246,193 @@ def lay_out(
         index: max([text_width(columns[index]), *(text_width(row[index]) for row in rows)], default=0)
         for index in shown
     }
-    readable, narrow = (
-        {
-            index: full if columns[index] in numeric else min(full, max(shortest, text_width(columns[index])))
-            for index, full in natural.items()
-        }
-        for shortest in (READABLE_TEXT, MIN_TEXT)
-    )
-    full_width = sum(natural.values()) + GAP * (len(natural) - 1)
+    table = _Table(columns, rows, natural, frozenset(numeric), tuple(least), frozenset(most), frozenset(key))
+    full_width = _line_width(natural)
     same: list[int] = []
-    if width is not None and not cuts_names:
-        names = [index for index in shown if index == shown[0] or columns[index] in most]
-        for sizes in (readable, narrow):
-            sizes |= {index: min(natural[index], width) for index in names}
-    if width is not None:
-        if full_width > width:
-            shown = [index for index in shown if index not in empty] or shown[:1]
-        order = [columns.index(name) for name in least if name in columns]
-        others = [index for index in reversed(shown) if index not in order]
-        same = [index for index in others if columns[index] not in most and _is_repeated([row[index] for row in rows])]
-        others.sort(key=lambda index: columns[index] in most)
-        fitting = _kept(_kept(shown, readable, width, order), narrow, width, [*order, *same, *others])
-        telling = _telling_apart(fitting, [index for index in shown if columns[index] in key], rows)
-        if telling is not None:
-            order = [index for index in order if index != telling]
-            others = [index for index in others if index != telling] + [telling]
-            fitting = _kept(_kept(shown, readable, width, [*same, *order]), narrow, width, [*same, *order, *others])
-        shown = fitting
-        sizes = _shared({index: natural[index] for index in shown}, narrow, width)
-    else:
+    in_blocks = False
+    if width is None or full_width <= width:
         sizes = natural
-    lines = [_line([columns[index] for index in shown], shown, sizes, numeric, columns)]
-    lines.append(" ".join(["-" * (sum(sizes[index] for index in shown) + GAP * (len(shown) - 1))]))
+    else:
+        shown = [index for index in shown if index not in empty] or shown[:1]
+        same = table.repeated(shown)
+        chosen = [index for index in shown if columns[index] in most]
+        names = chosen if chosen and cuts_names else sorted({shown[0], *chosen})
+        sizes = _fitting(table, shown, width, [] if cuts_names else names)
+        least_left = READABLE_TEXT if cuts_names else full_width
+        readable = {i: least_left for i in shown if width < MIN_TABLE or columns[i] in (*most, *key)}
+        if table.looks_alike(shown, sizes, names, readable):
+            needed = table.needed(shown, names)
+            whole = _whole(table, shown, needed, width)
+            in_blocks = cuts_names and (
+                _line_width(whole) > width or (width < MIN_TABLE and _leaves_out(table, shown, whole))
+            )
+            sizes = {index: natural[index] for index in table.wanted(shown, needed)} if in_blocks else whole
+    shown = [*sizes]
+    if in_blocks:
+        shown.sort(key=lambda index: columns[index] in numeric or columns[index] not in most)  # names first
+    heading = shown[:1] if in_blocks else shown
+    sizes = {index: min(size, width or size) for index, size in sizes.items()} if in_blocks else sizes
+    lines = [_line([columns[index] for index in heading], heading, sizes, numeric, columns)]
+    lines.append("-" * (width or 0) if in_blocks else "-" * _line_width(sizes))
     for row in rows:
-        lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
+        if in_blocks:
+            lines += _block([(columns[index], row[index]) for index in shown], width or 0)
+        else:
+            lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
         for index in below:
             lines += _wrapped(row[index], width or 0)
     absent = [index for index in range(len(columns)) if index not in shown and index not in (*below, *empty)]
     repeated = [index for index in absent if index in same]
     dropped = tuple(columns[index] for index in absent if index not in repeated)
     return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated), full_width)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of one-line cells with the meaning of its columns; see :func:`lay_out`."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    natural: Mapping[int, int]
+    """The width of each column at which nothing of it is cut."""
+    numeric: Collection[str]
+    least: Sequence[str]
+    most: Collection[str]
+    key: Collection[str]
+
+    def shortest(self, index: int, shortest: int) -> int:
+        """Return the least width of a column whose texts may be cut to ``shortest``; numbers are not cut."""
+        full = self.natural[index]
+        name = self.columns[index]
+        return full if name in self.numeric else min(full, max(shortest, text_width(name)))
+
+    def in_order(self, shown: Sequence[int]) -> list[int]:
+        """Return the columns of ``least``, in its order."""
+        found = (self.columns.index(name) for name in self.least if name in self.columns)
+        return [index for index in found if index in shown]
+
+    def repeated(self, shown: Sequence[int]) -> list[int]:
+        """Return the columns that one line can state because each row has the same cell."""
+        excused = (*self.least, *self.most)
+        return [
+            index
+            for index in reversed(shown)
+            if self.columns[index] not in excused and _is_repeated([row[index] for row in self.rows])
+        ]
+
+    def kinds(self, of: Iterable[int], sizes: Mapping[int, int] | None = None) -> int:
+        """Return how many rows differ in these columns, as they are or cut to their sizes."""
+        chosen = [*of]
+        if sizes is None:
+            return len({tuple(row[index] for index in chosen) for row in self.rows})
+        return len({tuple(cut(row[index], sizes[index]) for index in chosen) for row in self.rows})
+
+    def telling(self, shown: Sequence[int], names: Collection[int]) -> list[int]:
+        """Return the columns of text that identify a row: names and the key."""
+        return [
+            index
+            for index in shown
+            if self.columns[index] not in self.numeric and (index in names or self.columns[index] in self.key)
+        ]
+
+    def looks_alike(
+        self, shown: Sequence[int], sizes: Mapping[int, int], names: Collection[int], readable: Mapping[int, int]
+    ) -> bool:
+        """Return True if a name is missing, hardly left or cut to the text of another, or rows of different keys look equal."""
+        telling = self.telling(shown, names)
+        left = [index for index in telling if index in sizes]
+        return (
+            any(index not in sizes for index in names)
+            or any(sizes[index] < min(self.natural[index], readable.get(index, 0)) for index in left)
+            or any(self.kinds([index], sizes) < self.kinds([index]) for index in left)
+            or (bool(self.key) and self.kinds(left, sizes) < self.kinds(telling))
+        )
+
+    def needed(self, shown: Sequence[int], names: Sequence[int]) -> list[int]:
+        """Return the names, and the columns of the key without which rows look alike."""
+        telling = self.telling(shown, names)
+        needed = [index for index in telling if index in names]
+        while (more := _telling_apart(needed, telling, self.rows)) is not None:
+            needed.append(more)
+        return sorted({*needed, *names})
+
+    def wanted(self, shown: Sequence[int], needed: Sequence[int]) -> list[int]:
+        """Return the columns that a block of one row states: what is needed and what is not among the least important."""
+        same = [index for index in self.repeated(shown) if len(self.rows) > 1]
+        wanted = [i for i in shown if i in needed or (self.columns[i] not in self.least and i not in same)]
+        return [index for index in wanted if index not in same] or wanted
+
+
+def _line_width(sizes: Mapping[int, int]) -> int:
+    return sum(sizes.values()) + GAP * (len(sizes) - 1)
+
+
+def _fitting(table: _Table, shown: Sequence[int], width: int, uncut: Sequence[int]) -> dict[int, int]:
+    """Return the columns that fit and their widths. Texts are cut, except those of ``uncut``."""
+    natural = table.natural
+    readable, narrow = (
+        {index: min(natural[index], width) if index in uncut else table.shortest(index, shortest) for index in shown}
+        for shortest in (READABLE_TEXT, MIN_TEXT)
+    )
+    order = table.in_order(shown)
+    others = [index for index in reversed(shown) if index not in order]
+    same = table.repeated(shown)
+    others.sort(key=lambda index: table.columns[index] in table.most)
+    fitting = _kept(_kept(shown, readable, width, order), narrow, width, [*order, *same, *others])
+    telling = _telling_apart(fitting, [index for index in shown if table.columns[index] in table.key], table.rows)
+    if telling is not None:
+        order = [index for index in order if index != telling]
+        others = [index for index in others if index != telling] + [telling]
+        fitting = _kept(_kept(shown, readable, width, [*same, *order]), narrow, width, [*same, *order, *others])
+    return _shared({index: natural[index] for index in fitting}, narrow, width)
+
+
+def _whole(table: _Table, shown: Sequence[int], needed: Sequence[int], width: int) -> dict[int, int]:
+    """Return the widths of a table whose needed columns are whole, at any width, and of others as far as they fit."""
+    natural = table.natural
+    readable, narrow = (
+        {index: natural[index] if index in needed else table.shortest(index, shortest) for index in shown}
+        for shortest in (READABLE_TEXT, MIN_TEXT)
+    )
+    least, same = table.in_order(shown), table.repeated(shown)
+    others = sorted(reversed(shown), key=lambda index: table.columns[index] in table.most)
+    first, then = (
+        [index for index in order if index in same or index not in needed]
+        for order in (least, [*least, *same, *others])
+    )
+    kept = _kept(_kept(shown, readable, width, first), narrow, width, then)
+    return _shared({index: natural[index] for index in kept}, narrow, width)
+
+
+def _leaves_out(table: _Table, shown: Sequence[int], kept: Collection[int]) -> bool:
+    """Return True if a column is missing that is neither the same in every row nor among the least important."""
+    excused = (*table.in_order(shown), *table.repeated(shown))
+    return any(index not in kept and index not in excused for index in shown)
+
+
+def _block(fields: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Return the lines of one row: its first cell, and below it names and cells as many as fit on each line."""
+    (_, first), *others = fields
+    lines, line = _folded(first, width) or [""], ""
+    for part in (f"{name} {cell}".strip() for name, cell in others if cell):
+        if line and text_width(line) + GAP + text_width(part) <= width - INDENT:
+            line += " " * GAP + part
+            continue
+        lines += [" " * INDENT + piece for piece in _folded(line, width - INDENT)]
+        line = part
+    return lines + [" " * INDENT + piece for piece in _folded(line, width - INDENT)]
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Split a text into pieces of at most ``width`` terminal columns, after a separator if there is one in the second half."""
+    pieces = []
+    while text_width(text) > width:
+        head = _head(text, width) or text[:1]
+        after = max((head.rfind(mark) + 1 for mark in " ,_-/"), default=0)
+        head = head[:after] if after > len(head) // 2 else head
+        pieces.append(head.rstrip())
+        text = text[len(head) :]
+    return [*pieces, text] if text else pieces
 
 
 def _telling_apart(kept: Sequence[int], key: Sequence[int], rows: Sequence[Sequence[str]]) -> int | None:
@@ -300,7 +451,7 @@ def _is_repeated(cells: Sequence[str]) -> bool:
     return len(cells) > 1 and cells[0] != "" and len(set(cells)) == 1
 
 
-def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:
+def _kept(shown: Sequence[int], sizes: Mapping[int, int], width: int, order: Sequence[int]) -> list[int]:
     """Return the columns that fit in these sizes after dropping others in ``order``. At least one stays."""
     kept = list(shown)
     for index in order:
