@@ -62,6 +62,11 @@ PROBES = 3
 """Sizes at which parts of a larger result are compared with what the reference gives for them, before they serve as an oracle."""
 
 
+def all_s(handle: WorkerHandle) -> float:
+    """Return the seconds for all axes."""
+    return min(ALL_S, ALL_S / AXIS_S * handle.limits.series_s)
+
+
 def check_residues(
     handle: WorkerHandle,
     cases: Sequence[Case],
@@ -85,7 +90,7 @@ def check_residues(
     axes = list(handle.definition.var_axes)
     for axis in drawn.sample(axes, len(axes)):
         shapes = successive(handle, cases, axis, drawn)
-        if handle.aborted or (spent > ALL_S and not handle.interpret) or time.monotonic() - began > LONGEST_S:
+        if handle.aborted or (spent >= all_s(handle) and not handle.interpret) or time.monotonic() - began > LONGEST_S:
             break
         if shapes and handle.interpret:
             larger = sorted(shapes)[len(shapes) // 2 :]
@@ -177,6 +182,7 @@ class _Run:
         """Make a call for each size, several in one request, until time is up."""
         spent, judged, oracle_of = list[float](), 0, self._oracles(order)
         waiting, ready = list(range(len(order))), set[int]()
+        axis_s = min(AXIS_S, self.handle.limits.series_s)
         while waiting:
             before, began = self.seconds, time.thread_time()
             for number in [number for number in waiting if number // AT_ONCE == waiting[0] // AT_ONCE]:
@@ -196,7 +202,7 @@ class _Run:
             waiting = [number for number in waiting if number not in batch[:made]]
             self.seconds += time.thread_time() - began
             spent.append(self.seconds - before)
-            if self.handle.aborted or (batch and not made) or sum(spent) > ALL_S or _is_over(spent):
+            if self.handle.aborted or (batch and not made) or sum(spent) > all_s(self.handle) or _is_over(spent, axis_s):
                 break
         return judged
 
@@ -259,10 +265,10 @@ class _Run:
         return make_oracle_case(definition, replace(case, seed=self.drawn.getrandbits(62)), self.cache.device)
 
 
-def _is_over(spent: Sequence[float]) -> bool:
+def _is_over(spent: Sequence[float], axis_s: float) -> bool:
     """Return True if the requests of an axis took its time. Those that compiled count as the quickest one."""
     kept = sorted(spent)[:-COMPILED]
-    return bool(kept) and sum(kept) + COMPILED * kept[0] > AXIS_S
+    return bool(kept) and sum(kept) + COMPILED * kept[0] > axis_s
 
 
 def _as_strict(
