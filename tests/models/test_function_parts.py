@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from tilegym_db import Catalog, patched
+from tilegym_db.models.any_code import OTHER_DEFAULT
 from tilegym_db.models.parts.inline import NO_WEIGHT, statements_of
 
 pytestmark = pytest.mark.sweep
@@ -54,6 +55,25 @@ def test_queries_grow_with_their_position_as_in_stock(
             assert torch.equal(model.generate(ids, **options), tokens)
     (site,) = [one for one in handle.report().sites if one.definition == "position_scale"]
     assert (site.kind, dict(site.bypassed), site.counts.kernel_calls) == ("function", {}, 2 + 2 * 4)
+
+
+@pytest.mark.skipif("mistral4" not in CONFIG_MAPPING, reason="this transformers has not both of them")
+def test_a_quotient_in_another_default_dtype_is_that_of_stock(kernels: Catalog) -> None:
+    model = tiny("ministral3", "Ministral3ForCausalLM").bfloat16()
+    ids = torch.randint(1, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), patched(model, catalog=kernels, ops=["position_scale"]) as handle:
+        in_float32 = model(ids).logits
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            served = model(ids).logits
+            handle.unpatch()
+            stock = model(ids).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
+    (site,) = [one for one in handle.report().sites if one.definition == "position_scale"]
+    assert torch.equal(served, stock)
+    assert not torch.equal(in_float32, stock)
+    assert (dict(site.bypassed), site.counts.kernel_calls) == ({OTHER_DEFAULT: 2}, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,6 +25,7 @@ from tilegym_db.verification.inputs import draw_inputs
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 UNGIVEN = inspect.Parameter.empty
+OTHER_DEFAULT = "torch's default dtype is not that of the probe"
 
 
 class Signature:
@@ -43,6 +44,8 @@ class Signature:
             **match.code.fixed,
         }
         self.tensors = frozenset(match.definition.tensor_inputs)
+        self.default_dtype = torch.get_default_dtype()
+        """That of the probe: code that divides integers, or makes tensors, has results of this dtype."""
 
     @property
     def problem(self) -> str:
@@ -161,6 +164,8 @@ def ask(
         return None
     inputs = signature.inputs(module, args, kwargs)
     training = module is not None and module.training
+    if torch.get_default_dtype() != signature.default_dtype:
+        inputs = OTHER_DEFAULT
     if isinstance(inputs, str):
         site.bypass(inputs)
         return None
