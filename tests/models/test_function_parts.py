@@ -118,6 +118,29 @@ def test_compiled_code_adds_a_gated_shared_expert(name: str, build: Callable[...
     assert handle.report().kernel_calls == 1
 
 
+def test_compiled_code_keeps_a_weight_of_another_class(build: Callable[..., Any], shop: Any) -> None:
+    block = build("qwen2_moe").model.layers[0].mlp
+    block.experts, block.gate = Same(), Chosen()
+    states = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with patched(block, catalog=shop.offer(ops=("shared_expert_gate",))) as handle:
+            block.shared_expert_gate.weight = torch.nn.Parameter(block.shared_expert_gate.weight.as_subclass(Doubled))
+            found = torch.compile(block, backend="aot_eager")(states)
+        stock = block(states)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, stock)
+    assert handle.report().kernel_calls == 0
+
+
+class Doubled(torch.Tensor):
+    """A weight whose product is twice that of its numbers, as those of quantised weights are other ones."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return 2 * result.as_subclass(torch.Tensor) if function is torch.nn.functional.linear else result
+
+
 class Same(torch.nn.Module):
     def forward(self, states: torch.Tensor, *_: Any) -> torch.Tensor:
         return states
@@ -134,4 +157,27 @@ def test_a_result_that_is_read_later_is_not_left_out() -> None:
         x = x + y
         return x * y
 
-    assert all("between" not in one.source for one in statements_of(kept))
+    def grown(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.sigmoid(x)
+        y = z * y
+        z += 1
+        return y
+
+    def closed_over(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def later() -> torch.Tensor:
+            return z
+
+        z = torch.sigmoid(x)
+        y = z * y
+        return y + later()
+
+    def passed_on(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.sigmoid(x)
+        y = z * y
+        return y + x
+
+    found = {
+        own.__name__: any("between" in one.source for one in statements_of(own))
+        for own in (kept, grown, closed_over, passed_on)
+    }
+    assert found == {"kept": False, "grown": False, "closed_over": False, "passed_on": True}

@@ -97,7 +97,7 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
             lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
             names = [f"o{index}" for index in range(count)]
             if count > 1 and sets[0] in _names_read(run[1]):
-                if sets[0] in _names_read(*function.body[first + count :]):
+                if sets[0] in _names_read(*function.body[first + count :]) | _names_read(*_functions_in(function)):
                     continue  # the result between the statements is read later too
                 reads.clear()
                 lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(assignments[0][1])))]
@@ -110,9 +110,16 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
             yield Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
 
 
-def _names_read(*statements: ast.stmt) -> set[str]:
-    nodes = [node for one in statements for node in ast.walk(one)]
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+def _names_read(*among: ast.AST) -> set[str]:
+    nodes = [node for one in among for node in ast.walk(one)]
+    grown = {node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)}
+    return grown | {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
+
+
+def _functions_in(function: ast.FunctionDef) -> list[ast.AST]:
+    """Return the functions inside of one, which may read its variables at any time."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+    return [node for one in function.body for node in ast.walk(one) if isinstance(node, kinds)]
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, str] | None:
@@ -227,7 +234,8 @@ def inline_function(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
             return None
         if _is_compiling():
             needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-            operator = None if needs_grad else site.traced(module.training, *variables)
+            weights = [kept[name] for name in kept if isinstance(module._modules.get(name), Module)]
+            operator = None if needs_grad else site.traced(module.training, *variables, *weights)
             if operator is None or not all(are_rows(one) for one in variables):
                 return None
             flat = [one.view(-1, one.shape[-1]) for one in variables]
