@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import math
 import os
 import stat
 import tempfile
@@ -78,6 +79,25 @@ DISABLED = f"{DISABLE_VARIABLE} is set, so stock code runs"
 def is_disabled() -> bool:
     """Return True if ``$TILEGYM_DB_DISABLE`` is set to anything but ``0``, ``false``, ``no``, ``off`` or an empty text."""
     return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def number_of_setting(variable: str, default: float) -> float:
+    """Return the number that an environment variable states.
+
+    Raises:
+        UsageError: it states something else.
+    """
+    text = os.environ.get(variable, "").strip()
+    try:
+        number = float(text) if text else default
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise UsageError(
+            f"{variable} is {text!r}, which is no number. Try: {variable}=0.5, or unset {variable}",
+            code="setting_no_number",
+        )
+    return number
 
 
 _chosen: list[Path] = []

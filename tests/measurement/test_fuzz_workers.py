@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ import pytest
 from conftest import DEFINITION, KERNEL
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.measurement.local_executor import _expected_length
+from tilegym_db.measurement.runner import MAX_WAITING, max_waiting_share
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
@@ -369,6 +371,21 @@ def test_setting_bounds_the_seconds_of_successive_sizes(make: Any, monkeypatch, 
     found = [re.fullmatch(r"sequence: (\d+) .*successive sizes of (\w+) .*", text) for text in outcome.fuzz.passed]
     assert sorted(line[2] for line in found if line) == judged
     assert all(int(line[1]) > SIZES // 2 for line in found if line)
+
+
+@pytest.mark.parametrize(("variable", "read"), [(MAX_CPU_SERIES_S, cpu_series_s), (MAX_WAITING, max_waiting_share)])
+@pytest.mark.parametrize("text", ["fast", "nan", "1,5"])
+def test_a_setting_that_is_no_number_is_named(variable: str, read: Callable[[], float], text: str, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(UsageError, match=variable) as caught:
+        read()
+    assert caught.value.code == "setting_no_number"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", math.inf), (" 0.5 ", 0.5), ("0", 0.0)])
+def test_a_setting_without_text_has_its_default(text: str, seconds: float, monkeypatch):
+    monkeypatch.setenv(MAX_CPU_SERIES_S, text)
+    assert cpu_series_s() == seconds
 
 
 def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):

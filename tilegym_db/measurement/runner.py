@@ -5,7 +5,6 @@ The module also has the shared buffers for timing and the wall-clock check of la
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.measurement.machine import Machine
+from tilegym_db.paths import number_of_setting
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
@@ -199,7 +199,7 @@ MAX_WAITING = "TILEGYM_DB_MAX_WAITING"
 
 def max_waiting_share() -> float:
     """Return the maximum share of the time of timed calls on a CPU for which threads may wait for a processor."""
-    return float(os.environ.get(MAX_WAITING, 0.25))
+    return number_of_setting(MAX_WAITING, 0.25)
 
 
 class Waits(NamedTuple):

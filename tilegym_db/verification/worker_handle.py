@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import re
 import threading
@@ -19,6 +18,7 @@ import torch
 from tilegym_db.backends.compile_cache import compile_cache_folder
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError
+from tilegym_db.paths import number_of_setting
 from tilegym_db.records import Config, Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
@@ -137,7 +137,7 @@ MAX_CPU_SERIES_S = "TILEGYM_DB_MAX_CPU_SERIES_S"
 
 def cpu_series_s() -> float:
     """Return the maximum seconds of a series of calls on a CPU."""
-    return float(os.environ.get(MAX_CPU_SERIES_S, math.inf))
+    return number_of_setting(MAX_CPU_SERIES_S, math.inf)
 
 
 @dataclass
