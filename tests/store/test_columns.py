@@ -34,7 +34,9 @@ def test_every_comment_is_on_a_column_that_exists(place: Path) -> None:
     assert {(view, column) for view, own in stated["of"].items() for column in own} <= there
 
 
-@pytest.mark.parametrize("text", ["SHOW TABLES", "show tables;", " Show  Tables ", "SHOW ALL TABLES", "DESCRIBE"])
+@pytest.mark.parametrize(
+    "text", ["SHOW TABLES", "show tables;", " Show  Tables ", "SHOW ALL TABLES", "DESCRIBE", "DESCRIBE TABLES"]
+)
 def test_show_tables_lists_the_views_and_no_internals(text: str, place: Path) -> None:
     result = run_user_query(text, path=place)
     assert result.columns == ("view", "comment")

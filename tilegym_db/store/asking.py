@@ -273,7 +273,7 @@ def _refusal(error: Exception) -> QueryError:
 # The texts are in ``columns.toml`` beside this file. The types are DuckDB's own, of the open connection.
 
 _ASKED = re.compile(
-    r"""\s*(?:(?P<tables>SHOW(?:\s+ALL)?\s+(?:TABLES|VIEWS)|DESCRIBE|DESC|SHOW)
+    r"""\s*(?:(?P<tables>(?:SHOW|DESCRIBE|DESC)(?:(?:\s+ALL)?\s+(?:TABLES|VIEWS))?)
     |(?:DESCRIBE|DESC|SHOW)\s+(?:TABLE\s+)?(?:main\.)?"?(?P<view>\w+)"?)\s*;?\s*""",
     re.IGNORECASE | re.VERBOSE,
 )
