@@ -202,7 +202,12 @@ class _Run:
             waiting = [number for number in waiting if number not in batch[:made]]
             self.seconds += time.thread_time() - began
             spent.append(self.seconds - before)
-            if self.handle.aborted or (batch and not made) or sum(spent) > all_s(self.handle) or _is_over(spent, axis_s):
+            if (
+                self.handle.aborted
+                or (batch and not made)
+                or sum(spent) > all_s(self.handle)
+                or _is_over(spent, axis_s)
+            ):
                 break
         return judged
 

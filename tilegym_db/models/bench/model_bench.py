@@ -315,8 +315,8 @@ def _rounded(value: float) -> float:
 # fails later, is left out with its reason.
 
 WARM_UP_ROUNDS = 4
-"""Rounds that do not count: kernels are chosen, loaded and compiled in them, allocators find their size, and the graph of a prompt
-is captured at the fourth prompt of its size."""
+"""Rounds that do not count: kernels are chosen, loaded and compiled in them, allocators find their size, and the graph of a
+prompt is captured."""
 
 ALWAYS = ("stock", "patched")
 ALTERNATIVES = {
