@@ -323,13 +323,13 @@ def test_compare_alternates_and_drops_the_warm_up() -> None:
     order: list[str] = []
     rounds: list[tuple[int, int]] = []
     race = compare({name: way(name, order) for name in ("stock", "patched")}, 2, lambda *done: rounds.append(done))
-    assert order == ["stock", "patched", "patched", "stock"] * 2
-    assert WARM_UP_ROUNDS == 2
+    assert order == ["stock", "patched", "patched", "stock"] * 3
+    assert WARM_UP_ROUNDS == 4
     assert {name: [one.total_ms for one in ones] for name, ones in race.found.items()} == {
-        "stock": [5, 8],
-        "patched": [6, 7],
+        "stock": [9, 12],
+        "patched": [10, 11],
     }
-    assert rounds == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert rounds == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
     assert race.absent == {}
 
 

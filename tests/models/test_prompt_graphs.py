@@ -16,6 +16,7 @@ import transformers
 from decoding_models import CONFIGS, WINDOW, made, padded, prompt
 from host_graphs import NoWaiting, capturing, eager
 
+from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
 from tilegym_db.models.decoding import Decoding, copied
 from tilegym_db.models.next_inputs import CapturedForward, cache_of
 from tilegym_db.models.prompt_graphs import EAGER_RUNS, MAX_HELD, PromptGraphs, size_of
@@ -250,6 +251,10 @@ def test_a_wrapper_around_a_model_has_no_graphs_of_its_own():
             return [types.SimpleNamespace(device=torch.device("cuda"))]
 
     assert not Decoding.fits(Wrapper(made()))
+
+
+def test_a_comparison_of_models_begins_with_a_captured_prompt():
+    assert WARM_UP_ROUNDS > UNTIL_REPLAY
 
 
 def test_unpatching_frees_the_graphs():

@@ -62,7 +62,7 @@ def size_of(tokens: int) -> int:
 
 @dataclass
 class PromptSize:
-    """What is known about the prompts of one size, and their graph."""
+    """Prompts of one size: how they have run so far, and their graph."""
 
     batch: int
     size: int
@@ -114,7 +114,7 @@ class PromptGraphs:
 
     @property
     def bytes(self) -> int:
-        """Memory of what the graphs leave: logits, keys, values and states. What a forward needs besides is on top."""
+        """Memory of what the graphs leave: logits, keys, values and states. A forward needs more while it runs."""
         graphs = [one.graph for one in list(self._sizes.values())]
         return sum(_bytes_of(graph.outputs) for graph in graphs if graph is not None)
 

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from tilegym_db.errors import RecordError
+from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.text import FIRST_YEAR, LAST_YEAR, parse_object, shown
 
 MAX_CULPRITS = 20
@@ -242,6 +243,15 @@ Line = Annotated[str, AfterValidator(_text(MAX_LINE, "\t"))]
 """One short line, such as a tag or an author."""
 Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
 """A description of one or several lines."""
+
+
+def _known_dtype(name: str) -> str:
+    if name not in RECORD_DTYPES:
+        raise RecordError(f"unknown dtype {name!r}; known: {', '.join(sorted(RECORD_DTYPES))}", code="dtype_unknown")
+    return name
+
+
+DType = Annotated[str, AfterValidator(_known_dtype), Field(json_schema_extra={"enum": sorted(RECORD_DTYPES)})]
 
 
 def longest_text(value: Any) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError, did_you_mean
-from tilegym_db.records.base import MAX_AXIS, Line, Prose, Record, problems_of
+from tilegym_db.records.base import MAX_AXIS, DType, Line, Prose, Record, problems_of
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -50,7 +50,7 @@ from tilegym_db.records.definition_rules import (
     check_tensors,
     check_tolerance,
 )
-from tilegym_db.records.dtypes import DTYPE_BYTES, SHORT_NAMES, DType
+from tilegym_db.records.dtypes import DTYPE_BYTES, SHORT_NAMES
 from tilegym_db.records.expressions import (
     check_content_constraints,
     check_function,

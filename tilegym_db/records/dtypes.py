@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import AfterValidator, Field
-
-from tilegym_db.errors import RecordError
-
 Scalar = bool | int | float | str | None
 """A value of a scalar input or a tunable, which JSON and DuckDB can both hold."""
 
@@ -41,15 +35,6 @@ CODE_DTYPES = frozenset(("float8_e4m3fn", "float8_e5m2", "float4_e2m1"))
 FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat")))
 INTEGER_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("int", "uint")))
 RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is only for oracles, not for Definitions
-
-
-def _known(name: str) -> str:
-    if name not in RECORD_DTYPES:
-        raise RecordError(f"unknown dtype {name!r}; known: {', '.join(sorted(RECORD_DTYPES))}", code="dtype_unknown")
-    return name
-
-
-DType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": sorted(RECORD_DTYPES)})]
 
 
 def scalar_type(dtype: str) -> type:

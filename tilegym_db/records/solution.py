@@ -18,10 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
-from tilegym_db.records.base import Flag, Line, Prose, Record, RecordPart
+from tilegym_db.records.base import DType, Flag, Line, Prose, Record, RecordPart
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import ExpressionText
-from tilegym_db.records.dtypes import DType
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts

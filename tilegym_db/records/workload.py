@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import Int64, Line, Real, Record, RecordPart
+from tilegym_db.records.base import DType, Int64, Line, Real, Record, RecordPart
 from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
+from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import layout_class, overlap_words, parse_layout, shared_place
 from tilegym_db.records.text import NAME_PATTERN, binding_key, canonical_json, shown
 

@@ -314,8 +314,9 @@ def _rounded(value: float) -> float:
 # Stock and patched always take part; options add compiled modes and other libraries. A mode that is unavailable, or that
 # fails later, is left out with its reason.
 
-WARM_UP_ROUNDS = 2
-"""Rounds that do not count: kernels are chosen, loaded and compiled in them, and allocators find their size."""
+WARM_UP_ROUNDS = 4
+"""Rounds that do not count: kernels are chosen, loaded and compiled in them, allocators find their size, and the graph of a
+prompt is captured."""
 
 ALWAYS = ("stock", "patched")
 ALTERNATIVES = {
