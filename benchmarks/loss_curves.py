@@ -146,7 +146,7 @@ def data_of(options: argparse.Namespace, vocabulary: int) -> Data:
     held = HELD_OUT_BATCHES * options.rows
     if len(rows) < held + options.rows:
         raise SystemExit(f"the text has {len(rows)} rows of {options.tokens} tokens; {held + options.rows} are needed.")
-    return Data(rows[held:], rows[:held], sum(map(len, texts)))
+    return Data(rows[held:], rows[:held], sum(len(text.encode()) for text in texts))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
