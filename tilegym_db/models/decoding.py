@@ -58,7 +58,7 @@ from tilegym_db.models.next_inputs import (
     names_of,
     prepares_as_transformers,
 )
-from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize
+from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize, numerics_now, why_not_outputs
 from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
@@ -77,7 +77,7 @@ class DecodingReport:
         captured: graphs captured, each for one batch size, length of cache and form of inputs.
         replayed: forwards of the model that were replays.
         cache_bytes: memory of the caches of fixed size that exist now.
-        stock: reason -> generations that ran without graphs, or steps if it names a step.
+        stock: reason -> generations that ran without graphs, or steps or prompts if it names them.
         followed: replays that copied only the new token, because the replay before had left the other inputs.
         prompts: graphs captured of prompts, each for a batch size and a length.
         replayed_prompts: forwards of prompts that were replays.
@@ -197,14 +197,14 @@ class Decoding:
             change_class(model, ours.__mro__[1])
         self._caches.clear()
         if self.prompts is not None:
-            self.prompts.clear()
+            self.prompts.close()
 
     def report(self) -> DecodingReport:
         """Return what the graphs have done so far."""
         cache_bytes = sum(cache.bytes for cache in self._caches.values())
         stock, prompts = dict(self._stock), (0, 0, 0)
         if self.prompts is not None:
-            stock |= dict.fromkeys(self.prompts.reasons(), 1)
+            stock |= self.prompts.reasons()
             prompts = self.prompts.captured, self.prompts.replayed, self.prompts.bytes
         return DecodingReport(self._captured, self._replayed, cache_bytes, stock, self._followed, *prompts)
 
@@ -247,9 +247,8 @@ class Decoding:
         with self._lock:
             if reason := self.why_not_now():
                 return reason
-            numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
             length = bucket_of(length) if keeps_keys(dynamic) else 0  # states have one size
-            key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics
+            key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics_now()
             cache = self._caches.pop(key, None)
             if cache is None:
                 made = new_cache(model, dynamic, length)
@@ -286,6 +285,9 @@ class Decoding:
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
                 cache.failed = f"its cache changes {', '.join(changed)} on the host in each step"
+                self.count(cache.failed)
+            elif not cache.failed and cache.reads_counts:
+                cache.failed = "its forward reads on the host how many tokens a window has"
                 self.count(cache.failed)
             return outputs
         graph = cache.graphs[form]
@@ -371,9 +373,8 @@ class _Generation:
         is_one_token = isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1  # else a part of the prompt
         if self.may_use_graphs and self.cache is None and is_one_token:
             self.may_use_graphs = False
-            leased: FixedCache | str = _why_not_outputs(outputs)
-            seen = tokens_in(outputs[name]) or self.prompt + 1
-            if not leased and self.length - seen < MIN_NEW_TOKENS:
+            leased: FixedCache | str = why_not_outputs(outputs, UNREAD)
+            if not leased and self.length - (tokens_in(outputs[name]) or self.prompt + 1) < MIN_NEW_TOKENS:
                 leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
             leased = leased or self.decoding.lease(self.batch, self.length, outputs[name])
             if isinstance(leased, str):
@@ -586,6 +587,8 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         return "the model is in training mode"
     if any(type(part) is not DynamicCache for part in parts):
         return "it has no cache, or one that transformers does not make by default"
+    if any(getattr(part, "offloading", False) for part in parts):
+        return "its cache is offloaded to the host"
     if reason := why_not_layers(cache) or why_not_encoded(kwargs.get(ENCODER)):
         return reason
     if config.return_dict_in_generate:
@@ -613,13 +616,6 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
             else "a mask is neither per token nor per pair of tokens"
         )
     return "its cache has a window, and the forward makes the mask itself"
-
-
-def _why_not_outputs(outputs: Any) -> str:
-    more = {*outputs} - {"logits", cache_of(outputs), *UNREAD}
-    if more or "logits" not in outputs:
-        return f"the model returns more than logits: {', '.join(sorted(more))}"
-    return ""
 
 
 # ---- state of a model -----------------------------------------------------------------------------
