@@ -199,6 +199,25 @@ def test_hooks_leave_prompts_to_stock():
     assert decoding.report().replayed_prompts == 1
 
 
+def test_a_loop_of_the_caller_keeps_its_cache():
+    model = made()
+    decoding = in_graphs(model)
+
+    def loop(model: Any, ids: torch.Tensor, *, generation_config: Any, **others: Any) -> Any:
+        for known in ("logits_processor", "stopping_criteria"):
+            others.pop(known)
+        return model._prefill(ids, generation_config, others).past_key_values
+
+    for seed in range(UNTIL_REPLAY + 1):
+        model.generate(prompt(1, 9, seed), **OPTIONS)
+    cache = model.generate(prompt(1, 9, 1), custom_generate=loop, **OPTIONS)
+    before = [layer.keys.clone() for layer in cache.layers]
+    model.generate(prompt(1, 9, 2), **OPTIONS)
+    assert all(torch.equal(was, layer.keys) for was, layer in zip(before, cache.layers, strict=True))
+    assert decoding.report().replayed_prompts == 2
+    assert any("custom_generate" in reason for reason in decoding.report().stock)
+
+
 def test_a_graph_serves_one_generation_at_a_time():
     stock, model = made(), made()
     decoding = in_graphs(model)

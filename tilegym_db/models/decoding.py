@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -333,6 +334,8 @@ class _Generation:
     """Maximum number of tokens."""
     prompt: int = 0
     """Tokens of the prompt, which a cache of states does not count."""
+    is_custom: bool = False
+    """The loop is the caller's, who may keep the cache, or read it after the end."""
     may_use_graphs: bool = False
     may_follow: bool = False
     """The next inputs follow from the last ones, as far as the model's methods and configuration say."""
@@ -471,12 +474,14 @@ class _Prompted:
 def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     """Return the methods of transformers' generation that ask for graphs, and otherwise do what they did."""
     stock: Any = base
+    names = [*inspect.signature(stock.generate).parameters][1:]  # without self
 
     @functools.wraps(stock.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("inputs", kwargs.get(DECODER.ids))
         tokens = given.shape[1] if isinstance(given, torch.Tensor) and given.ndim == 2 else 0
-        generation = _Generation(decoding, prompt=tokens)
+        loop = {**dict(zip(names, args, strict=False)), **kwargs}.get("custom_generate")
+        generation = _Generation(decoding, prompt=tokens, is_custom=loop is not None)
         decoding.generations.append(generation)
         try:
             return stock.generate(self, *args, **kwargs)
@@ -493,7 +498,8 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
         if decoding.generations and decoding.is_open:
             generation = decoding.generations[-1]
             generation.restart()
-            reason = why_stock(self, config, kwargs, mode) if given is None else "the caller gives a cache"
+            reason = "the caller gives a cache" if given is not None else why_stock(self, config, kwargs, mode)
+            reason = "the caller has an own loop (custom_generate)" if generation.is_custom else reason
             generation.may_use_graphs = not reason
             generation.batch = batch_size * max(config.num_return_sequences or 1, 1)
             generation.length = length + 1
