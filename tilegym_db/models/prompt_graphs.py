@@ -48,6 +48,8 @@ KEEP = "logits_to_keep"
 KNOWN = frozenset((*DECODER, *CACHES, KEEP, "use_cache", RETURN))
 """Inputs of a prompt that are understood."""
 
+IN_USE = "another generation has the graph of this size"
+
 GROWING = (
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -144,6 +146,8 @@ class PromptGraphs:
         self._eager_runs = EAGER_RUNS
         self._lock = threading.Lock()
         self._is_open = True
+        self._others: Counter[str] = Counter()
+        """Reasons of prompts that are not those of their size -> prompts."""
         self.captured = self.replayed = 0
 
     def clear(self) -> None:
@@ -170,8 +174,8 @@ class PromptGraphs:
         return sum(_bytes_of(graph.outputs) for graph in graphs if graph is not None)
 
     def reasons(self) -> Counter[str]:
-        """Return how many prompts ran as before, by size and reason."""
-        found: Counter[str] = Counter()
+        """Return how many prompts ran as before, by reason. If it is one of a size, it names the size."""
+        found = Counter({f"prompts: {reason}": count for reason, count in self._others.items()})
         for one in self.known:
             if one.failed:
                 found[f"prompts of {one.batch} x {one.size}: {one.failed}"] += one.refused
@@ -189,13 +193,15 @@ class PromptGraphs:
             What the forward returns, and the size whose graph has the memory of the cache; None if no graph has it. The caller
             releases the lock of that size once nothing reads the cache.
         """
-        if why_not_prompt(inputs):
+        if reason := why_not_prompt(inputs):
+            self._others[reason] += 1
             return model(**inputs), None
         ids: torch.Tensor = inputs[DECODER.ids]
         batch, tokens = ids.shape
         fills = may_be_filled_up(inputs, size_of(tokens), limits_of(model.config))
         size = size_of(tokens) if fills else tokens
-        if batch * size > MAX_TOKENS or why_not():
+        if reason := f"more than {MAX_TOKENS} tokens" if batch * size > MAX_TOKENS else why_not():
+            self._others[reason] += 1
             return model(**inputs), None
         with self._lock:
             known = self._of(inputs, batch, size, fills)
@@ -210,7 +216,9 @@ class PromptGraphs:
         if known.graph is None and known.runs <= self._eager_runs:
             return model(**inputs), None
         stop = self._stopwatch(ids.device)  # with the look at the mask, which waits for the device
-        if not _sees_all(inputs) or not known.lock.acquire(blocking=False):
+        sees_all = _sees_all(inputs)
+        if not sees_all or not known.lock.acquire(blocking=False):
+            self._others[IN_USE if sees_all else "tokens are hidden, or positions do not count from 0"] += 1
             return model(**inputs), None
         try:
             outputs = self._from_graph(known, model, inputs, fills, stop)
@@ -307,7 +315,7 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
 
     ids = inputs.get(DECODER.ids)
     cache: Any = inputs.get(cache_of(inputs))
-    unknown = sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN)
+    unknown = sorted(name for name, value in inputs.items() if not _is_empty(value) and name not in KNOWN)
     if unknown:
         return f"it has {', '.join(unknown)}"
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] < 2:
@@ -318,6 +326,11 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
         if inputs.get(name) is not None and getattr(inputs[name], "shape", None) != ids.shape:
             return f"{name} is not one number a token"
     return "" if inputs.get(KEEP, 1) == 1 and inputs.get(RETURN) is True else "it has other outputs"
+
+
+def _is_empty(value: Any) -> bool:
+    """Return True for None, and for what transformers has encoded of images and sounds if there are none."""
+    return value is None or (isinstance(value, dict) and all(one is None for one in value.values()))
 
 
 def _has_tokens(layer: Any) -> bool:
