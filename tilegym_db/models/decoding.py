@@ -335,7 +335,7 @@ class _Generation:
     prompt: int = 0
     """Tokens of the prompt, which a cache of states does not count."""
     is_custom: bool = False
-    """The loop is the caller's, who may keep the cache, or read it after the end."""
+    """The loop is the caller's. It may keep the cache, or read it after the end."""
     may_use_graphs: bool = False
     may_follow: bool = False
     """The next inputs follow from the last ones, as far as the model's methods and configuration say."""

@@ -19,6 +19,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _step_of(tokens: int) -> int:
 
 @dataclass
 class PromptSize:
-    """What is known about the prompts of one size, and their graph."""
+    """The knowledge about the prompts of one size, and their graph."""
 
     batch: int
     size: int
@@ -163,13 +164,13 @@ class PromptGraphs:
 
     @property
     def known(self) -> list[PromptSize]:
-        """What is known about all sizes, the one used last at the end."""
+        """The sizes so far, the one used last at the end."""
         with self._lock:
             return [*self._sizes.values()]
 
     @property
     def bytes(self) -> int:
-        """Memory of what the graphs leave: logits, keys, values and states. What a forward needs besides is on top."""
+        """Memory of what the graphs leave: logits, keys, values and states. A forward needs more than that."""
         graphs = [one.graph for one in self.known]
         return sum(_bytes_of(graph.outputs) for graph in graphs if graph is not None)
 
@@ -520,7 +521,9 @@ def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (type(value) is type(other) and isinstance(value, int | float | str) and value == other)
+    if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
+        return True
+    return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
 
 
 def _bytes_of(outputs: Any) -> int:
