@@ -537,3 +537,26 @@ def test_an_offloaded_cache_is_left_to_transformers():
     assert not why_stock(model, model.generation_config, {"past_key_values": cache}, "sample")
     cache.offloading = True
     assert "offloaded" in why_stock(model, model.generation_config, {"past_key_values": cache}, "sample")
+
+
+def test_layers_that_share_keys_do_not_keep_prompts_out():
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3nTextConfig(
+        **{**TINY, "num_hidden_layers": 4},
+        head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=40,
+        layer_types=2 * layers,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    stock = copy.deepcopy(model)
+    decoding = in_graphs(model)
+    for seed, length in enumerate([9] * UNTIL_REPLAY + [16, 2, 7]):
+        ids = prompt(1, length, seed)
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    assert decoding.report().replayed_prompts == 3

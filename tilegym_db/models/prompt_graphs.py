@@ -58,6 +58,8 @@ GROWING = (
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 """Classes of layers of a cache that grow by concatenation."""
+EMPTY = "DummyLayer"
+"""Class of the layers of a cache that never have keys, because the model takes those of other layers."""
 _MARK = "_tilegym_db_kind"
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
@@ -336,6 +338,8 @@ def _is_empty(value: Any) -> bool:
 
 def _has_tokens(layer: Any) -> bool:
     """Return True if a layer of a cache has keys or a state."""
+    if type(layer).__name__ == EMPTY:
+        return False
     flags = [value for name, value in vars(layer).items() if name.startswith("is_") and name.endswith("initialized")]
     return any(one for value in flags for one in _each(value))
 
@@ -356,7 +360,7 @@ def may_be_filled_up(inputs: Mapping[str, Any], size: int, limits: list[int]) ->
     cache: Any = inputs[cache_of(inputs)]
     tokens: int = inputs[DECODER.ids].shape[1]
     windows = [layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window")]
-    names = {type(layer).__name__ for layer in cache.layers}
+    names = {type(layer).__name__ for layer in cache.layers} - {EMPTY}
     if not names or not names <= {*GROWING[:2]} or KEEP not in inputs or any(size >= window for window in windows):
         return False
     return not any(tokens <= limit < size for limit in limits)
@@ -490,7 +494,7 @@ def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
     """Return True if the first tokens left the same keys and values, and the logits of one of them are the same."""
     pairs = [(one["logits"][:, row], other["logits"][:, row])]
     for layer, second in zip(_layers(one, seen), _layers(other, seen), strict=True):
-        if layer.keys is not None:
+        if isinstance(layer.keys, torch.Tensor):
             pairs += (layer.keys, second.keys), (layer.values, second.values)
     return all(torch.equal(kept, found) for kept, found in pairs)
 
