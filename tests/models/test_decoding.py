@@ -505,3 +505,23 @@ def test_after_removal_below_another_class_generation_is_stock(model):
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 4000, 5000, 40_000])
 def test_a_bucket_is_at_most_a_sixteenth_longer(length):
     assert length <= bucket_of(length) <= max(length * 17 // 16 + 1, length + BUCKET)
+
+
+def test_a_count_of_a_window_that_is_read_leaves_steps_to_stock():
+    stock, model = made("mistral with a window"), made("mistral with a window")
+    kind = type(model.model.layers[0].self_attn)
+
+    def counting(self: Any, *args: Any, past_key_values: Any = None, **others: Any) -> Any:
+        tokens = past_key_values.get_seq_length(self.layer_idx)  # as attention does that biases by distance
+        found, *more = kind.forward(self, *args, past_key_values=past_key_values, **others)
+        return (found * (1 + tokens), *more)
+
+    for one in (stock, model):
+        one.model.layers[0].self_attn.__class__ = type(kind.__name__, (kind,), {"forward": counting})
+    decoding = in_graphs(model)
+    for seed in range(2):
+        ids = prompt(1, 5, seed)
+        options = {"max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    assert decoding.report().replayed == 0
+    assert any("how many tokens a window has" in reason for reason in decoding.report().stock)

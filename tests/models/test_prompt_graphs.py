@@ -5,6 +5,7 @@ Without a GPU a graph is a forward that runs again, with its results in the memo
 
 from __future__ import annotations
 
+import copy
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -13,13 +14,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decoding_models import CONFIGS, WINDOW, made, padded, prompt
+from decoding_models import CONFIGS, TINY, WINDOW, made, padded, prompt
 from host_graphs import NoWaiting, capturing, eager
 
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
-from tilegym_db.models.decoding import Decoding, copied
+from tilegym_db.models.decoding import Decoding, copied, why_stock
 from tilegym_db.models.next_inputs import CapturedForward, cache_of
-from tilegym_db.models.prompt_graphs import EAGER_RUNS, MAX_HELD, PromptGraphs, size_of
+from tilegym_db.models.prompt_graphs import (
+    EAGER_RUNS,
+    MAX_EAGER_RUNS,
+    MAX_HELD,
+    MIN_COUNTED,
+    PAYS,
+    PromptGraphs,
+    limits_of,
+    may_be_filled_up,
+    shortest_of,
+    size_of,
+    why_not_prompt,
+)
 from tilegym_db.resolver.hot_path import replayed
 
 UNTIL_REPLAY = EAGER_RUNS + 1
@@ -72,6 +85,15 @@ def in_graphs(model: Any, *times: float) -> Decoding:
     return decoding
 
 
+def raised(error: BaseException) -> Any:
+    raise error
+
+
+def inputs_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    cache = transformers.DynamicCache(config=model.config)
+    return {"input_ids": ids, "past_key_values": cache, "logits_to_keep": 1, "use_cache": True, "return_dict": True}
+
+
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -112,7 +134,11 @@ def test_padding_runs_as_before():
     options = {**padded(), **OPTIONS}
     for _ in range(UNTIL_REPLAY + 2):
         assert torch.equal(model.generate(**options), stock.generate(**options))
-    assert decoding.report().replayed_prompts == 0
+    report = decoding.report()
+    assert report.replayed_prompts == 0
+    assert report.stock == {
+        "prompts: tokens are hidden, or positions do not count from 0": UNTIL_REPLAY + 2 - EAGER_RUNS
+    }
 
 
 def test_a_model_that_looks_ahead_is_left_as_it_was():
@@ -162,7 +188,7 @@ def test_new_weights_are_captured_again():
         model.generate(prompt(1, 9, seed), **OPTIONS)
     for one in (stock, model):
         one.lm_head.weight = torch.nn.Parameter(one.lm_head.weight.detach() * -1.0)
-    for seed in range(UNTIL_REPLAY + 1):
+    for seed in range(2 * EAGER_RUNS + 2):
         ids = prompt(1, 9, seed)
         assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
     assert decoding.report().prompts == 2
@@ -177,6 +203,25 @@ def test_hooks_leave_prompts_to_stock():
     model.generate(prompt(1, 9), **OPTIONS)
     assert len(seen) == OPTIONS["max_new_tokens"]
     assert decoding.report().replayed_prompts == 1
+
+
+def test_a_loop_of_the_caller_keeps_its_cache():
+    model = made()
+    decoding = in_graphs(model)
+
+    def loop(model: Any, ids: torch.Tensor, *, generation_config: Any, **others: Any) -> Any:
+        for known in ("logits_processor", "stopping_criteria"):
+            others.pop(known)
+        return model._prefill(ids, generation_config, others).past_key_values
+
+    for seed in range(UNTIL_REPLAY + 1):
+        model.generate(prompt(1, 9, seed), **OPTIONS)
+    cache = model.generate(prompt(1, 9, 1), custom_generate=loop, **OPTIONS)
+    before = [layer.keys.clone() for layer in cache.layers]
+    model.generate(prompt(1, 9, 2), **OPTIONS)
+    assert all(torch.equal(was, layer.keys) for was, layer in zip(before, cache.layers, strict=True))
+    assert decoding.report().replayed_prompts == 2
+    assert any("custom_generate" in reason for reason in decoding.report().stock)
 
 
 def test_a_graph_serves_one_generation_at_a_time():
@@ -225,16 +270,230 @@ def test_threads_get_the_tokens_of_stock():
 
 
 def test_graphs_that_are_used_least_are_dropped(monkeypatch):
-    monkeypatch.setattr("tilegym_db.models.prompt_graphs.MAX_HELD", 40)
+    monkeypatch.setattr("tilegym_db.models.prompt_graphs.MAX_HELD", 2 * MIN_COUNTED)
     stock, model = made(), made()
     decoding = in_graphs(model)
     for length in (10, 20, 40, 10):
-        for seed in range(UNTIL_REPLAY + 1):
+        for seed in range(UNTIL_REPLAY + PAYS):
             ids = prompt(1, length, seed)
             assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
     assert decoding.prompts is not None
-    held = sum(one.batch * one.size for one in decoding.prompts._sizes.values() if one.graph is not None)
-    assert held <= 40 + size_of(40) <= MAX_HELD
+    assert {one.size for one in decoding.prompts.known if one.graph is not None} == {size_of(40), size_of(10)}
+    assert decoding.report().prompts == 4
+
+
+def test_all_graphs_together_are_bounded():
+    assert 16 * MIN_COUNTED <= MAX_HELD  # else a few short prompts would take turns
+
+
+def test_dropped_graphs_that_did_not_pay_make_the_next_ones_wait(monkeypatch):
+    monkeypatch.setattr("tilegym_db.models.prompt_graphs.MAX_HELD", MIN_COUNTED)
+    model = made()
+    decoding = in_graphs(model)
+    for turn in range(2 * MAX_EAGER_RUNS):
+        for length in (10, 20):
+            model.generate(prompt(1, length, turn), max_new_tokens=1, do_sample=False)
+    report = decoding.report()
+    assert report.replayed_prompts > 4 * report.prompts > 0  # a capture takes as long as about two forwards
+
+
+def test_a_model_that_changes_often_is_not_captured_each_time():
+    model = made()
+    decoding = in_graphs(model)
+    rounds = 20
+    for turn in range(rounds):
+        model.config.adapter = turn  # as an adapter that is switched
+        for seed in range(UNTIL_REPLAY + 1):
+            model.generate(prompt(1, 9, seed), max_new_tokens=1, do_sample=False)
+    assert 1 <= decoding.report().prompts <= 2
+
+
+def test_no_graph_is_captured_without_a_proof():
+    stock, model = made(), made()
+    kind = type(stock.model.norm)
+    looking = type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x + x.roll(-1, 1))})
+    for one in (stock, model):
+        one.model.layers[0].input_layernorm.__class__ = looking
+    decoding = in_graphs(model)
+    hidden = torch.ones(1, 9, dtype=torch.long)
+    hidden[:, :3] = 0
+    for seed in range(UNTIL_REPLAY + 3):
+        mask = hidden if seed == EAGER_RUNS else None  # the prompt whose turn it would be to be proven
+        ids = prompt(1, 9, seed)
+        found = model.generate(ids, attention_mask=mask, **OPTIONS)
+        assert torch.equal(found, stock.generate(ids, attention_mask=mask, **OPTIONS))
+    assert decoding.report().prompts == 0
+
+
+def test_a_proof_that_was_interrupted_is_made_again():
+    model = made()
+    decoding = in_graphs(model)
+    for seed in range(EAGER_RUNS):
+        decoding.prompts.run(model, inputs_of(model, prompt(1, 9, seed)), lambda: "")
+    norm = model.model.norm
+    kind, looking = type(norm), type("Norm", (type(norm),), {"forward": lambda *_: raised(KeyboardInterrupt())})
+    norm.__class__ = looking
+    with pytest.raises(KeyboardInterrupt):
+        decoding.prompts.run(model, inputs_of(model, prompt(1, 9)), lambda: "")
+    norm.__class__ = kind
+    (size,) = decoding.prompts.known
+    assert not size.tried
+    assert not size.lock.locked()
+
+
+def test_tokens_in_blocks_that_see_each_other_get_no_graph():
+    stock, model = made(), made()
+    kind = type(stock.model.norm)
+
+    def in_blocks(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Let the tokens of each block of five see the last one of it."""
+        last = torch.arange(x.shape[1], device=x.device) // 5 * 5 + 4
+        return kind.forward(self, x + x[:, last.clamp(max=x.shape[1] - 1)])
+
+    for one in (stock, model):
+        one.model.layers[0].input_layernorm.__class__ = type(kind.__name__, (kind,), {"forward": in_blocks})
+    decoding = in_graphs(model)
+    for length in (16,) * UNTIL_REPLAY + (12, 11, 7):  # the last token of 16 is alone in its block
+        ids = prompt(1, length, length)
+        options = {"max_new_tokens": 1, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    assert decoding.report().prompts == 0
+
+
+def test_a_forward_that_leaves_something_in_the_model_stays():
+    stock, model = made(), made()
+    norm = model.model.norm
+    forward = type(norm).forward
+
+    def leaving(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.shape[1] * torch.ones(1)
+        return forward(self, x)
+
+    norm.__class__ = type("Norm", (type(norm),), {"forward": leaving})
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        ids = prompt(1, 9, seed)
+        found = model.generate(ids, max_new_tokens=1, do_sample=False)
+        assert torch.equal(found, stock.generate(ids, max_new_tokens=1, do_sample=False))
+        assert norm.seen.item() == 9  # not the size of the proof
+    assert decoding.report().prompts == 0
+    assert any("changes seen" in reason for reason in decoding.report().stock)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_filling_does_not_cross_a_limit_of_positions(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 12}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 12 if kind == "dynamic" else 96})
+    config.rope_parameters = rope
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(transformers.LlamaForCausalLM(copy.deepcopy(config)).eval())
+    stock, model = models
+    decoding = in_graphs(model)
+    scores: list[torch.Tensor] = []
+    for length in (15, 14, 15, 13, 14, 15, 5, 9, 5, 9, 5, 9, 5, 9, 5, 9):
+        ids = prompt(1, length, length)
+        options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": False}
+        for one in (stock, model):
+            keep = transformers.LogitsProcessorList([lambda _, given: scores.append(given.clone()) or given])
+            one.generate(ids, **options, logits_processor=keep)
+        torch.testing.assert_close(torch.stack(scores[:3]), torch.stack(scores[3:]), rtol=1e-4, atol=1e-5)
+        scores.clear()
+    assert 12 in limits_of(config)
+    assert {5, 9} <= {one.size for one in decoding.prompts.known} <= {5, 9, 16}
+
+
+def test_a_table_of_positions_is_not_exceeded():
+    given = inputs_of(made(), prompt(1, 9))
+    assert may_be_filled_up(given, 16, [8, 16])
+    assert not may_be_filled_up(given, 16, [10])
+    assert limits_of(transformers.GPT2Config(n_positions=10)) == [10]
+
+
+@pytest.mark.parametrize("others", [{"mm_encoder_outputs": {}}, {"mm_encoder_outputs": {"image": None}}])
+def test_a_prompt_without_images_may_have_a_graph(others):
+    assert not why_not_prompt({**inputs_of(made(), prompt(1, 9)), **others})
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"mm_encoder_outputs": {"image": torch.ones(1)}}, "mm_encoder_outputs"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask"),
+        ({"position_ids": torch.ones(3, 1, 9)}, "position_ids"),
+        ({"logits_to_keep": 2}, "other outputs"),
+    ],
+)
+def test_other_prompts_have_none(others, reason):
+    assert reason in why_not_prompt({**inputs_of(made(), prompt(1, 9)), **others})
+
+
+def test_a_mask_of_other_numbers_than_one_runs_as_before():
+    model = made()
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        model.generate(prompt(1, 9, seed), attention_mask=torch.full((1, 9), 2), **OPTIONS)
+    assert decoding.report().replayed_prompts == 0
+
+
+def test_other_numerics_have_other_graphs():
+    model = made()
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model.generate(prompt(1, 9, seed), **OPTIONS)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model.generate(prompt(1, 9), **OPTIONS)
+    assert decoding.report().replayed_prompts == 1
+
+
+def test_too_little_memory_is_not_for_good():
+    model = made()
+    decoding = in_graphs(model)
+    capture, refusals = decoding.prompts._capture, [1]
+    decoding.prompts._capture = lambda *of: raised(torch.OutOfMemoryError("full")) if refusals.pop() else capture(*of)
+    refusals[:] = [0, 1]
+    options = {"max_new_tokens": 1, "do_sample": False}
+    for seed in range(UNTIL_REPLAY + 2):
+        model.generate(prompt(1, 9, seed), **options)
+    assert decoding.report().stock == {"prompts of 1 x 16: OutOfMemoryError: full": 2}
+    for seed in range(MAX_EAGER_RUNS):
+        model.generate(prompt(1, 9, seed), **options)
+    assert decoding.report().prompts == 1
+    assert not decoding.report().stock
+
+
+def test_an_error_of_a_capture_leaves_the_size_free():
+    model = made()
+    decoding = in_graphs(model)
+    decoding.prompts._capture = lambda *_: raised(KeyboardInterrupt())
+    for seed in range(UNTIL_REPLAY):
+        model.generate(prompt(1, 9, seed), **OPTIONS)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(1, 9), **OPTIONS)
+    assert not any(one.lock.locked() for one in decoding.prompts.known)
+    assert not decoding.generations
+
+
+def test_a_model_without_a_cache_in_its_outputs_generates():
+    config = transformers.BertConfig(**{**TINY, "is_decoder": False})
+    torch.manual_seed(5)
+    model = transformers.BertLMHeadModel(config).eval()
+    stock = copy.deepcopy(model)
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        ids = prompt(1, 9, seed)
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    assert any("no cache" in reason for reason in decoding.report().stock)
+
+
+@pytest.mark.parametrize("tokens", [2, 15, 16, 17, 100, 256, 257, 512, 513, 4095])
+def test_the_shortest_prompt_of_a_size_has_that_size(tokens):
+    size, shortest = size_of(tokens), shortest_of(size_of(tokens))
+    assert size_of(shortest) == size
+    assert shortest == 2 or size_of(shortest - 1) < size
 
 
 def test_a_wrapper_around_a_model_has_no_graphs_of_its_own():
@@ -264,4 +523,45 @@ def test_unpatching_frees_the_graphs():
         model.generate(prompt(1, 9, seed), **OPTIONS)
     decoding.remove()
     assert decoding.prompts is not None
-    assert not decoding.prompts._sizes
+    assert not decoding.prompts.known
+
+
+def test_no_graph_is_made_after_unpatching():
+    model = made()
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model.generate(prompt(1, 9, seed), **OPTIONS)
+    inputs = inputs_of(model, prompt(1, 9))
+    decoding.prompts.run(model, inputs, lambda: decoding.remove() or "")  # unpatched by another thread in between
+    assert not decoding.prompts.known
+    assert decoding.report().prompts == 0
+
+
+def test_an_offloaded_cache_is_left_to_transformers():
+    model, cache = made(), transformers.DynamicCache()
+    assert not why_stock(model, model.generation_config, {"past_key_values": cache}, "sample")
+    cache.offloading = True
+    assert "offloaded" in why_stock(model, model.generation_config, {"past_key_values": cache}, "sample")
+
+
+def test_layers_that_share_keys_do_not_keep_prompts_out():
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3nTextConfig(
+        **{**TINY, "num_hidden_layers": 4},
+        head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=40,
+        layer_types=2 * layers,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    stock = copy.deepcopy(model)
+    decoding = in_graphs(model)
+    for seed, length in enumerate([9] * UNTIL_REPLAY + [16, 2, 7]):
+        ids = prompt(1, length, seed)
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    assert decoding.report().replayed_prompts == 3

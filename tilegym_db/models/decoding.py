@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -58,7 +59,7 @@ from tilegym_db.models.next_inputs import (
     names_of,
     prepares_as_transformers,
 )
-from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize
+from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize, numerics_now, why_not_outputs
 from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
@@ -77,7 +78,7 @@ class DecodingReport:
         captured: graphs captured, each for one batch size, length of cache and form of inputs.
         replayed: forwards of the model that were replays.
         cache_bytes: memory of the caches of fixed size that exist now.
-        stock: reason -> generations that ran without graphs, or steps if it names a step.
+        stock: reason -> generations that ran without graphs, or steps or prompts if it names them.
         followed: replays that copied only the new token, because the replay before had left the other inputs.
         prompts: graphs captured of prompts, each for a batch size and a length.
         replayed_prompts: forwards of prompts that were replays.
@@ -197,14 +198,14 @@ class Decoding:
             change_class(model, ours.__mro__[1])
         self._caches.clear()
         if self.prompts is not None:
-            self.prompts.clear()
+            self.prompts.close()
 
     def report(self) -> DecodingReport:
         """Return what the graphs have done so far."""
         cache_bytes = sum(cache.bytes for cache in self._caches.values())
         stock, prompts = dict(self._stock), (0, 0, 0)
         if self.prompts is not None:
-            stock |= dict.fromkeys(self.prompts.reasons(), 1)
+            stock |= self.prompts.reasons()
             prompts = self.prompts.captured, self.prompts.replayed, self.prompts.bytes
         return DecodingReport(self._captured, self._replayed, cache_bytes, stock, self._followed, *prompts)
 
@@ -247,9 +248,8 @@ class Decoding:
         with self._lock:
             if reason := self.why_not_now():
                 return reason
-            numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
             length = bucket_of(length) if keeps_keys(dynamic) else 0  # states have one size
-            key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics
+            key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics_now()
             cache = self._caches.pop(key, None)
             if cache is None:
                 made = new_cache(model, dynamic, length)
@@ -286,6 +286,9 @@ class Decoding:
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
                 cache.failed = f"its cache changes {', '.join(changed)} on the host in each step"
+                self.count(cache.failed)
+            elif not cache.failed and cache.reads_counts:
+                cache.failed = "its forward reads on the host how many tokens a window has"
                 self.count(cache.failed)
             return outputs
         graph = cache.graphs[form]
@@ -331,6 +334,8 @@ class _Generation:
     """Maximum number of tokens."""
     prompt: int = 0
     """Tokens of the prompt, which a cache of states does not count."""
+    is_custom: bool = False
+    """The loop is the caller's. It may keep the cache, or read it after the end."""
     may_use_graphs: bool = False
     may_follow: bool = False
     """The next inputs follow from the last ones, as far as the model's methods and configuration say."""
@@ -371,9 +376,8 @@ class _Generation:
         is_one_token = isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1  # else a part of the prompt
         if self.may_use_graphs and self.cache is None and is_one_token:
             self.may_use_graphs = False
-            leased: FixedCache | str = _why_not_outputs(outputs)
-            seen = tokens_in(outputs[name]) or self.prompt + 1
-            if not leased and self.length - seen < MIN_NEW_TOKENS:
+            leased: FixedCache | str = why_not_outputs(outputs, UNREAD)
+            if not leased and self.length - (tokens_in(outputs[name]) or self.prompt + 1) < MIN_NEW_TOKENS:
                 leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
             leased = leased or self.decoding.lease(self.batch, self.length, outputs[name])
             if isinstance(leased, str):
@@ -470,12 +474,14 @@ class _Prompted:
 def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     """Return the methods of transformers' generation that ask for graphs, and otherwise do what they did."""
     stock: Any = base
+    names = [*inspect.signature(stock.generate).parameters][1:]  # without self
 
     @functools.wraps(stock.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("inputs", kwargs.get(DECODER.ids))
         tokens = given.shape[1] if isinstance(given, torch.Tensor) and given.ndim == 2 else 0
-        generation = _Generation(decoding, prompt=tokens)
+        loop = {**dict(zip(names, args, strict=False)), **kwargs}.get("custom_generate")
+        generation = _Generation(decoding, prompt=tokens, is_custom=loop is not None)
         decoding.generations.append(generation)
         try:
             return stock.generate(self, *args, **kwargs)
@@ -492,7 +498,8 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
         if decoding.generations and decoding.is_open:
             generation = decoding.generations[-1]
             generation.restart()
-            reason = why_stock(self, config, kwargs, mode) if given is None else "the caller gives a cache"
+            reason = "the caller gives a cache" if given is not None else why_stock(self, config, kwargs, mode)
+            reason = "the caller has an own loop (custom_generate)" if generation.is_custom else reason
             generation.may_use_graphs = not reason
             generation.batch = batch_size * max(config.num_return_sequences or 1, 1)
             generation.length = length + 1
@@ -586,6 +593,8 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         return "the model is in training mode"
     if any(type(part) is not DynamicCache for part in parts):
         return "it has no cache, or one that transformers does not make by default"
+    if any(getattr(part, "offloading", False) for part in parts):
+        return "its cache is offloaded to the host"
     if reason := why_not_layers(cache) or why_not_encoded(kwargs.get(ENCODER)):
         return reason
     if config.return_dict_in_generate:
@@ -613,13 +622,6 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
             else "a mask is neither per token nor per pair of tokens"
         )
     return "its cache has a window, and the forward makes the mask itself"
-
-
-def _why_not_outputs(outputs: Any) -> str:
-    more = {*outputs} - {"logits", cache_of(outputs), *UNREAD}
-    if more or "logits" not in outputs:
-        return f"the model returns more than logits: {', '.join(sorted(more))}"
-    return ""
 
 
 # ---- state of a model -----------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from tilegym_db.models.next_inputs import (
 
 BUCKET = 256
 """Lengths of caches are multiples of this, up to a sixteenth of their size more: a graph reads the whole cache in each step."""
+READ = "count_was_read"
+"""Attribute of a window: the forward that ran last has asked how many tokens there are, which a graph would not do."""
 MEMORY_SHARE = 0.25
 """Maximum share of the free memory of a GPU for one cache."""
 _FIXED = {
@@ -94,8 +96,15 @@ class FixedCache:
 
     def run(self, model: Any, /, **inputs: Any) -> Any:
         """Run the forward of a step. At its end the device counts what it has written."""
+        for layer in self.windows:
+            setattr(layer, READ, False)
         with self.writes:
             return model(**inputs)
+
+    @property
+    def reads_counts(self) -> bool:
+        """True if the forward that ran last has asked a window how many tokens it has: a number on the host."""
+        return any([getattr(layer, READ) for layer in self.windows])
 
     def count(self, tokens: int) -> None:
         """Set the counts on the host. The device counts when it runs a step."""
@@ -142,7 +151,7 @@ class FixedCache:
         return {
             name: value.data_ptr() if isinstance(value, torch.Tensor) else value
             for name, value in (*_attributes(self.static), *encoded.items())
-            if name[1] != COUNTER
+            if name[1] not in (COUNTER, READ)
         }
 
     def with_encoded(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +257,10 @@ def _copied(kept: Any, found: Any) -> Any:
 
 @functools.cache
 def _moving(window: Any) -> Any:
-    """Return a subclass of a window's layer whose full window moves without a copy from the host, which no graph may contain."""
+    """Return a subclass of a window's layer whose full window moves without a copy from the host, which no graph may contain.
+
+    It also notes that its count is read.
+    """
 
     def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = getattr(self, COUNTER)
@@ -259,7 +271,16 @@ def _moving(window: Any) -> Any:
         setattr(self, COUNTER, tokens + 1)
         return self.keys, self.values
 
-    return type(window.__name__, (window,), {"update": update, "__module__": window.__module__})
+    def get_seq_length(self: Any) -> Any:
+        setattr(self, READ, True)
+        return window.get_seq_length(self)
+
+    def get_mask_sizes(self: Any, *args: Any) -> Any:
+        setattr(self, READ, True)
+        return window.get_mask_sizes(self, *args)
+
+    members = {"update": update, "get_seq_length": get_seq_length, "get_mask_sizes": get_mask_sizes}
+    return type(window.__name__, (window,), {**members, READ: False, "__module__": window.__module__})
 
 
 @functools.cache

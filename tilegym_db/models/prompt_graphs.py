@@ -6,6 +6,7 @@ which no token sees a later one. It is proven for each size before its capture: 
 every bit of the rest. Where a state or a window would see the filling, a graph is for one length, and nothing is filled up.
 
 A size runs as before for its first prompts. Later ones are replays, unless they turn out to be slower than those first ones.
+Proofs and captures take time too. If graphs are dropped before they have paid for that, later ones wait for more prompts.
 """
 
 from __future__ import annotations
@@ -15,28 +16,40 @@ import copy
 import functools
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 
+from tilegym_db.models.fixed_cache import first_line
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
 
 MAX_TOKENS = 4096
 """Maximum number of tokens, of all sequences together, for which the host may be what takes the time."""
 MAX_HELD = 2 * MAX_TOKENS
 """Maximum number of tokens in all graphs, whose memory grows with them; the least recently used graph is dropped."""
+MIN_COUNTED = 256
+"""Tokens that a smaller graph counts for, because each graph has memory that does not depend on them."""
+MAX_SIZES = 1024
+"""Maximum number of sizes that are remembered."""
 MEMORY_SHARE = 0.1
 """Maximum share of the free memory of a GPU for the keys, values and states of one graph."""
 MIN_STEP = 16
 EAGER_RUNS = 2
 """Prompts of a size that run as before, and are timed. The first one also loads kernels."""
 TIMED_REPLAYS = 2
+MAX_EAGER_RUNS = 64
+"""Prompts of a size that run as before if earlier graphs were dropped too soon, or if there was no memory for one."""
+PAYS = 8
+"""Replays that are worth the proof and the capture of a graph."""
 KEEP = "logits_to_keep"
 KNOWN = frozenset((*DECODER, *CACHES, KEEP, "use_cache", RETURN))
 """Inputs of a prompt that are understood."""
+
+IN_USE = "another generation has the graph of this size"
 
 GROWING = (
     "DynamicLayer",
@@ -45,6 +58,8 @@ GROWING = (
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 """Classes of layers of a cache that grow by concatenation."""
+EMPTY = "DummyLayer"
+"""Class of the layers of a cache that never have keys, because the model takes those of other layers."""
 _MARK = "_tilegym_db_kind"
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
@@ -56,34 +71,60 @@ Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
 
 def size_of(tokens: int) -> int:
     """Return the length that a prompt is filled up to: at most an eighth longer, or a few tokens."""
-    step = max(MIN_STEP, 1 << max(0, tokens.bit_length() - 4))
+    step = _step_of(tokens)
     return -(-tokens // step) * step
+
+
+def shortest_of(size: int) -> int:
+    """Return the length of the shortest prompt that is filled up to a size."""
+    return max(2, size - _step_of(size - 1) + 1)
+
+
+def _step_of(tokens: int) -> int:
+    return max(MIN_STEP, 1 << max(0, tokens.bit_length() - 4))
 
 
 @dataclass
 class PromptSize:
-    """Prompts of one size: how they have run so far, and their graph."""
+    """The knowledge about the prompts of one size, and their graph."""
 
     batch: int
     size: int
     runs: int = 0
     failed: str = ""
-    """The reason why this size runs as before for good."""
+    """The reason why this size runs as before."""
+    refused: int = 0
+    """Prompts that ran as before for that reason."""
+    retry: int = sys.maxsize
+    """The number of prompts from which on the reason does not count any more."""
+    tried: bool = False
+    """The proof has been made, whatever it showed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from a replay to the end of the generation, which reads the memory of the graph."""
+    """Held from a replay to the end of the generation, which reads the memory of the graph, and while the graph changes."""
     graph: CapturedForward | None = None
+    replays: int = 0
     times: dict[str, list[Callable[[], float | None]]] = field(default_factory=lambda: {"eager": [], "replay": []})
 
-    def best(self, way: str) -> float | None:
-        """Return the shortest time of a way, in milliseconds; None if none is known."""
-        return min((time for stopped in self.times[way] if (time := stopped()) is not None), default=None)
+    @property
+    def counted(self) -> int:
+        """Tokens that a graph of this size counts for."""
+        return max(self.batch * self.size, MIN_COUNTED)
+
+    def best(self, way: str, enough: int) -> float | None:
+        """Return the shortest time of a way, in milliseconds; None if fewer than enough are known."""
+        known = [time for stopped in self.times[way] if (time := stopped()) is not None]
+        return min(known) if len(known) >= enough else None
 
     def why_slower(self) -> str:
         """Return the reason if replays are slower than forwards were before; empty if not, or if it is not known yet."""
-        before, now = self.best("eager"), self.best("replay")
-        if before is None or now is None or len(self.times["replay"]) < TIMED_REPLAYS or now <= before:
+        before, now = self.best("eager", 1), self.best("replay", TIMED_REPLAYS)
+        if before is None or now is None or now <= before:
             return ""
         return f"a replay takes {now:.2f} ms, and a forward took {before:.2f} ms"
+
+    def fail_for_now(self, reason: str) -> None:
+        """Remember a reason that may pass, such as too little memory, and when to try again."""
+        self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
 
 
 class PromptGraphs:
@@ -105,22 +146,43 @@ class PromptGraphs:
         self._capture, self._replayed = capture, replayed
         self._stopwatch = stopwatch or stopwatch_of_events
         self._sizes: OrderedDict[Any, PromptSize] = OrderedDict()
+        self._eager_runs = EAGER_RUNS
         self._lock = threading.Lock()
+        self._is_open = True
+        self._others: Counter[str] = Counter()
+        """Reasons of prompts that are not those of their size -> prompts."""
         self.captured = self.replayed = 0
 
     def clear(self) -> None:
         """Free all graphs."""
-        self._sizes = OrderedDict()
+        with self._lock:
+            self._learn([one for one in self._sizes.values() if one.tried])
+            self._sizes = OrderedDict()
+
+    def close(self) -> None:
+        """Free all graphs, and make no new ones."""
+        self._is_open = False
+        self.clear()
+
+    @property
+    def known(self) -> list[PromptSize]:
+        """The sizes so far, the one used last at the end."""
+        with self._lock:
+            return [*self._sizes.values()]
 
     @property
     def bytes(self) -> int:
-        """Memory of what the graphs leave: logits, keys, values and states. A forward needs more while it runs."""
-        graphs = [one.graph for one in list(self._sizes.values())]
+        """Memory of what the graphs leave: logits, keys, values and states. A forward needs more than that."""
+        graphs = [one.graph for one in self.known]
         return sum(_bytes_of(graph.outputs) for graph in graphs if graph is not None)
 
-    def reasons(self) -> list[str]:
-        """Return why sizes run as before, one line a size."""
-        return [f"prompts of {one.batch} x {one.size}: {one.failed}" for one in self._sizes.values() if one.failed]
+    def reasons(self) -> Counter[str]:
+        """Return how many prompts ran as before, by reason. If it is one of a size, it names the size."""
+        found = Counter({f"prompts: {reason}": count for reason, count in self._others.items()})
+        for one in self.known:
+            if one.failed:
+                found[f"prompts of {one.batch} x {one.size}: {one.failed}"] += one.refused
+        return found
 
     def run(self, model: Any, inputs: dict[str, Any], why_not: Callable[[], str]) -> tuple[Any, PromptSize | None]:
         """Run the forward of a prompt.
@@ -134,51 +196,77 @@ class PromptGraphs:
             What the forward returns, and the size whose graph has the memory of the cache; None if no graph has it. The caller
             releases the lock of that size once nothing reads the cache.
         """
-        if why_not_prompt(inputs):
+        if reason := why_not_prompt(inputs):
+            self._others[reason] += 1
             return model(**inputs), None
-        batch, tokens = inputs[DECODER.ids].shape
-        fills = may_be_filled_up(inputs, size_of(tokens))
+        ids: torch.Tensor = inputs[DECODER.ids]
+        batch, tokens = ids.shape
+        fills = may_be_filled_up(inputs, size_of(tokens), limits_of(model.config))
         size = size_of(tokens) if fills else tokens
-        if batch * size > MAX_TOKENS or why_not():
+        if reason := f"more than {MAX_TOKENS} tokens" if batch * size > MAX_TOKENS else why_not():
+            self._others[reason] += 1
             return model(**inputs), None
         with self._lock:
-            known = self._of(inputs, batch, size)
-            known.runs += 1
-        if known.failed or (known.runs > EAGER_RUNS and not _sees_all(inputs)):
+            known = self._of(inputs, batch, size, fills)
+        if known.failed:
+            known.refused += 1
             return model(**inputs), None
         if known.runs <= EAGER_RUNS:
-            stop = self._stopwatch(inputs[DECODER.ids].device)
+            stop = self._stopwatch(ids.device)
             outputs = model(**inputs)
             known.times["eager"].append(stop())
             return outputs, None
-        if not known.lock.acquire(blocking=False):
+        if known.graph is None and known.runs <= self._eager_runs:
+            return model(**inputs), None
+        stop = self._stopwatch(ids.device)  # with the look at the mask, which waits for the device
+        sees_all = _sees_all(inputs)
+        if not sees_all or not known.lock.acquire(blocking=False):
+            self._others[IN_USE if sees_all else "tokens are hidden, or positions do not count from 0"] += 1
             return model(**inputs), None
         try:
-            outputs = self._from_graph(known, model, inputs, fills)
+            outputs = self._from_graph(known, model, inputs, fills, stop)
         except BaseException:
             known.lock.release()
             raise
         if outputs is None:
             known.lock.release()
+            known.refused += bool(known.failed)
             return model(**inputs), None
         return outputs, known
 
-    def _of(self, inputs: Mapping[str, Any], batch: int, size: int) -> PromptSize:
-        """Return what is known about a size, and drop graphs that are used least if there are too many."""
-        numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    def _of(self, inputs: Mapping[str, Any], batch: int, size: int, fills: bool) -> PromptSize:
+        """Return what is known about a size that has one prompt more, and forget the one used least if there are too many."""
         names = tuple(sorted(name for name, value in inputs.items() if value is not None))
-        key = batch, size, names, torch.is_inference_mode_enabled(), numerics
+        key = batch, size, fills, names, torch.is_inference_mode_enabled(), numerics_now()
         known = self._sizes.pop(key, None) or PromptSize(batch, size)
-        self._sizes[key] = known
-        with_graphs = [one for one in self._sizes.values() if one.graph is not None]
-        held = sum(one.batch * one.size for one in with_graphs)
-        for one in with_graphs:
-            if held > MAX_HELD and one is not known and not one.lock.locked():
-                held -= one.batch * one.size
-                one.graph, one.runs = None, EAGER_RUNS
+        known.runs += 1
+        if known.runs >= known.retry:
+            known.failed, known.retry = "", sys.maxsize
+        if self._is_open:
+            self._sizes[key] = known
+        if len(self._sizes) > MAX_SIZES:
+            del self._sizes[next((other for other, one in self._sizes.items() if one.graph is None), key)]
         return known
 
-    def _from_graph(self, known: PromptSize, model: Any, inputs: dict[str, Any], fills: bool) -> Any:
+    def _make_room(self, known: PromptSize) -> None:
+        """Drop the graphs that were used least recently, if there would be too many with that of another size."""
+        with self._lock:
+            others = [one for one in self._sizes.values() if one.graph is not None and one is not known]
+            held = known.counted + sum(one.counted for one in others)
+            for one in others:
+                if held > MAX_HELD and one.lock.acquire(blocking=False):  # else a generation reads its memory
+                    held -= one.counted
+                    self._learn([one])
+                    one.graph, one.replays, one.runs = None, 0, EAGER_RUNS
+                    one.lock.release()
+
+    def _learn(self, dropped: list[PromptSize]) -> None:
+        """Decide how long the next graphs wait, from what those that are dropped were worth."""
+        paid = sum(one.replays for one in dropped) >= PAYS * len(dropped)
+        if dropped:
+            self._eager_runs = EAGER_RUNS if paid else min(2 * self._eager_runs, MAX_EAGER_RUNS)
+
+    def _from_graph(self, known: PromptSize, model: Any, inputs: dict[str, Any], fills: bool, stop: Any) -> Any:
         """Return the outputs of a replay, or None: the first call loads kernels and proves, the second captures."""
         if known.failed:  # by another thread
             return None
@@ -189,25 +277,30 @@ class PromptGraphs:
             forward = functools.partial(_forward, model, _with_own_cache(inputs))
             try:
                 with self._replayed():
-                    if known.runs == EAGER_RUNS + 1:
-                        known.failed = _why_not_proven(forward, inputs, known.size, fills)
+                    if not known.tried:
+                        known.failed = why_changed(model, lambda: _why_not_proven(forward, inputs, known.size, fills))
+                        known.tried = True
                         return None
+                    self._make_room(known)
                     known.graph = self._capture(forward, _filled_up(inputs, known.size))
+            except torch.OutOfMemoryError as error:
+                known.fail_for_now(first_line(error))
+                return None
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
-                known.failed = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+                known.failed = first_line(error)
                 return None
             self.captured += 1
-        return self._replay(known.graph, known, inputs)
+        return self._replay(known.graph, known, inputs, stop)
 
-    def _replay(self, graph: CapturedForward, known: PromptSize, inputs: dict[str, Any]) -> Any:
+    def _replay(self, graph: CapturedForward, known: PromptSize, inputs: dict[str, Any], stop: Any) -> Any:
         ids: torch.Tensor = inputs[DECODER.ids]
-        stop = self._stopwatch(ids.device)
         graph.inputs[0][:, : ids.shape[1]].copy_(ids)
         if KEEP in inputs:
             graph.inputs[-1].fill_(ids.shape[1] - 1)
         graph.replay()
         if len(known.times["replay"]) < TIMED_REPLAYS:
             known.times["replay"].append(stop())
+        known.replays += 1
         self.replayed += 1
         name = cache_of(inputs)
         cache: Any = inputs[name]
@@ -225,7 +318,7 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
 
     ids = inputs.get(DECODER.ids)
     cache: Any = inputs.get(cache_of(inputs))
-    unknown = sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN)
+    unknown = sorted(name for name, value in inputs.items() if not _is_empty(value) and name not in KNOWN)
     if unknown:
         return f"it has {', '.join(unknown)}"
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] < 2:
@@ -233,13 +326,20 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
     if type(cache) is not DynamicCache or any(_has_tokens(layer) for layer in cache.layers):
         return "it continues a cache, or has none"
     for name in (DECODER.mask, DECODER.positions):
-        if inputs.get(name) is not None and inputs[name].shape != ids.shape:
+        if inputs.get(name) is not None and getattr(inputs[name], "shape", None) != ids.shape:
             return f"{name} is not one number a token"
     return "" if inputs.get(KEEP, 1) == 1 and inputs.get(RETURN) is True else "it has other outputs"
 
 
+def _is_empty(value: Any) -> bool:
+    """Return True for None, and for what transformers has encoded of images and sounds if there are none."""
+    return value is None or (isinstance(value, dict) and all(one is None for one in value.values()))
+
+
 def _has_tokens(layer: Any) -> bool:
     """Return True if a layer of a cache has keys or a state."""
+    if type(layer).__name__ == EMPTY:
+        return False
     flags = [value for name, value in vars(layer).items() if name.startswith("is_") and name.endswith("initialized")]
     return any(one for value in flags for one in _each(value))
 
@@ -249,21 +349,64 @@ def _each(value: Any) -> list[Any]:
     return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
 
 
-def may_be_filled_up(inputs: Mapping[str, Any], size: int) -> bool:
-    """Return True if no layer keeps a state, or a window that would lose tokens of the prompt to the filling."""
+def may_be_filled_up(inputs: Mapping[str, Any], size: int, limits: list[int]) -> bool:
+    """Return True if the filling can change neither a state, nor a window, nor what a model does with a prompt of this length.
+
+    Args:
+        inputs: of the forward of a prompt.
+        size: the length with the filling.
+        limits: lengths beyond which the model computes something else.
+    """
     cache: Any = inputs[cache_of(inputs)]
-    layers = cache.layers
-    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
-    names = {type(layer).__name__ for layer in layers}
-    grows = bool(names) and names <= {*GROWING[:2]}
-    return grows and KEEP in inputs and all(size < window for window in windows)
+    tokens: int = inputs[DECODER.ids].shape[1]
+    windows = [layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window")]
+    names = {type(layer).__name__ for layer in cache.layers} - {EMPTY}
+    if not names or not names <= {*GROWING[:2]} or KEEP not in inputs or any(size >= window for window in windows):
+        return False
+    return not any(tokens <= limit < size for limit in limits)
+
+
+def limits_of(config: Any) -> list[int]:
+    """Return the lengths beyond which a model has other frequencies of its positions, or has no positions."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer = [one for one in rope.values() if isinstance(one, dict)]
+    places = [vars(text), rope, *by_layer]
+    names = "max_position_embeddings", "original_max_position_embeddings"
+    found = [getattr(text, names[0], None), *(place.get(name) for place in places for name in names)]
+    return [int(limit) for limit in found if isinstance(limit, int | float)]
+
+
+def why_not_outputs(outputs: Any, unread: tuple[str, ...] = ()) -> str:
+    """Return the reason why the outputs of a forward are not just logits and a cache; empty if they are."""
+    more = {*outputs} - {"logits", cache_of(outputs), *unread}
+    if more or "logits" not in outputs:
+        return f"the model returns more than logits: {', '.join(sorted(more))}"
+    return "" if outputs.get(cache_of(outputs)) is not None else "the model returns no cache"
+
+
+def numerics_now() -> tuple[Any, ...]:
+    """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
+    cuda: Any = torch.backends.cuda
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _sees_all(inputs: Mapping[str, Any]) -> bool:
     """Return True if no token is hidden, and positions count from 0. It waits for the device."""
     ids, mask, positions = (inputs.get(name) for name in DECODER)
     assert ids is not None
-    checks = [] if mask is None else [(mask != 0).all()]
+    checks = [] if mask is None else [(mask == 1).all()]  # some models multiply by it
     if positions is not None:
         checks.append((positions == torch.arange(ids.shape[1], device=ids.device)).all())
     return not checks or bool(torch.stack(checks).all())
@@ -325,31 +468,66 @@ def _forward(model: Any, inputs: Mapping[str, Any], **given: torch.Tensor) -> An
 def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size: int, fills: bool) -> str:
     """Return the reason why the graph of a size would not compute what a forward does; empty if it would.
 
-    A second forward has other tokens at the end, in the place of the filling. What was before must be the same in every bit.
+    Other forwards have other tokens at the end: all that a prompt of this size may leave to the filling, and only the last one.
+    What was before must be the same in every bit.
     """
     given = _filled_up(inputs, size)
-    seen = min(inputs[DECODER.ids].shape[1], size - 1)
+    ids = given[DECODER.ids]
+    places = sorted({shortest_of(size), size - 1}) if fills else []
     if fills:
-        given[KEEP].fill_(seen - 1)
+        given[KEEP] = torch.tensor([seen - 1 for seen in places], device=ids.device)
     first = forward(**given)
-    more = {*first} - {"logits", cache_of(first)}
-    if more or "logits" not in first:
-        return f"the model returns more than logits: {', '.join(sorted(more))}"
-    free = torch.cuda.mem_get_info(given[DECODER.ids].device)[0] if given[DECODER.ids].is_cuda else sys.maxsize
+    if reason := why_not_outputs(first):
+        return reason
+    free = torch.cuda.mem_get_info(ids.device)[0] if ids.is_cuda else sys.maxsize
     if (needed := _bytes_of(first)) > MEMORY_SHARE * free:
-        return f"its cache takes {needed >> 20} MiB of {free >> 20} MiB free"
-    if not fills:
-        return ""
-    ids = given[DECODER.ids].clone()
-    end = ids[:, seen:]
-    ids[:, seen:] = torch.where(end > 0, end - 1, end + 1)
-    second = forward(**{**given, DECODER.ids: ids})
-    pairs = [(first["logits"], second["logits"])]
-    for one, other in zip(_layers(first, seen), _layers(second, seen), strict=True):
-        pairs += (one.keys, other.keys), (one.values, other.values)
-    if all(torch.equal(one, other) for one, other in pairs):
-        return ""
-    return "its tokens see later ones, or its kernels are not deterministic"
+        raise torch.OutOfMemoryError(f"its cache takes {needed >> 20} MiB of {free >> 20} MiB free")
+    for row, seen in enumerate(places):
+        others = ids.clone()
+        others[:, seen:] = torch.where(ids[:, seen:] > 0, ids[:, seen:] - 1, ids[:, seen:] + 1)
+        if not _are_same_before(seen, row, first, forward(**{**given, DECODER.ids: others})):
+            return "its tokens see later ones, or its kernels are not deterministic"
+    return ""
+
+
+def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
+    """Return True if the first tokens left the same keys and values, and the logits of one of them are the same."""
+    pairs = [(one["logits"][:, row], other["logits"][:, row])]
+    for layer, second in zip(_layers(one, seen), _layers(other, seen), strict=True):
+        if isinstance(layer.keys, torch.Tensor):
+            pairs += (layer.keys, second.keys), (layer.values, second.values)
+    return all(torch.equal(kept, found) for kept, found in pairs)
+
+
+def why_changed(model: Any, decide: Callable[[], str]) -> str:
+    """Return the reason that a decision gives, or that its forwards put something else into modules, which a replay does not do.
+
+    What they put there is taken out again.
+    """
+    places = [place for module in model.modules() for place in (vars(module), module._buffers)]
+    before = [dict(place) for place in places]
+    try:
+        reason = decide()
+    finally:
+        changed = [name for place, was in zip(places, before, strict=True) for name in _put_back(place, was)]
+    return reason or (f"its forward changes {', '.join(sorted({*changed}))} of its modules" if changed else "")
+
+
+def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
+    """Make the members of a dictionary those of before, and return the names of those that were not."""
+    changed = [name for name in {*place, *was} if not _is_same(place.get(name, place), was.get(name, was))]
+    for name in changed:
+        if name in was:
+            place[name] = was[name]
+        else:
+            del place[name]
+    return changed
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
+        return True
+    return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
 
 
 def _bytes_of(outputs: Any) -> int:
@@ -374,13 +552,15 @@ def _first_tokens(layer: Any, tokens: int) -> Any:
             setattr(own, name, copy.copy(value))  # a generation puts other tensors into it
     if isinstance(getattr(layer, "keys", None), torch.Tensor):
         own.keys, own.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
-    if isinstance(getattr(layer, "cumulative_length", None), int):
-        own.cumulative_length = tokens
+        if isinstance(getattr(layer, "cumulative_length", None), int):
+            own.cumulative_length = tokens
     return own
 
 
 def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float | None]]:
     """Measure what is launched on a GPU until the result is called. See :data:`Stopwatch`."""
+    if device.type != "cuda":  # graphs of another kind, which are not timed
+        return lambda: lambda: None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream(device)
     begin.record(stream)
