@@ -169,7 +169,7 @@ FURTHEST = """
         QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
             ORDER BY latency_us, trace_id) = 1)
     FROM fastest
-    QUALIFY row_number() OVER (PARTITION BY definition, gpu ORDER BY sol_us DESC, axes_key, dtypes_key) = 1
+    QUALIFY row_number() OVER (PARTITION BY definition, gpu ORDER BY sol_us DESC, axes_key, dtypes_key, latency_us, solution) = 1
     ORDER BY sol_ratio, definition, gpu
 """
 
