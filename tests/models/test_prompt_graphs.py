@@ -17,6 +17,7 @@ import transformers
 from decoding_models import CONFIGS, TINY, WINDOW, made, padded, prompt
 from host_graphs import NoWaiting, capturing, eager
 
+from tilegym_db.models import patch
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
 from tilegym_db.models.decoding import Decoding, copied, why_stock
 from tilegym_db.models.next_inputs import CapturedForward, cache_of
@@ -565,3 +566,23 @@ def test_layers_that_share_keys_do_not_keep_prompts_out():
         ids = prompt(1, length, seed)
         assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
     assert decoding.report().replayed_prompts == 3
+
+
+@pytest.mark.filterwarnings("ignore:tilegym-db")  # the kernels of experts on a CPU read tensors, which a capture refuses
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss", "deepseek_v3"])
+def test_prompts_of_a_patched_model_are_captured_with_its_kernels(name, shop, build, monkeypatch):
+    monkeypatch.setattr(Decoding, "fits", staticmethod(lambda model: True))
+    monkeypatch.setattr("tilegym_db.models.decoding.captured", eager)
+    monkeypatch.setattr(
+        "tilegym_db.models.decoding.PromptGraphs", lambda capture, replayed: PromptGraphs(again, replayed, watch())
+    )
+    shop.offer()
+    stock, model = build(name), build(name)
+    handle = patch(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        ids = prompt(2, 9, seed)
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    report = handle.report()
+    assert (report.decoding.prompts, report.decoding.replayed_prompts) == (1, 2)
+    assert not any("prompt" in reason for reason in report.decoding.stock)
+    assert sum(report.hits().values()) > 0
