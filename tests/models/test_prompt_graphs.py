@@ -5,10 +5,11 @@ Without a GPU a graph is a forward that runs again, with its results in the memo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -223,6 +224,28 @@ def test_a_loop_of_the_caller_keeps_its_cache():
     assert all(torch.equal(was, layer.keys) for was, layer in zip(before, cache.layers, strict=True))
     assert decoding.report().replayed_prompts == 2
     assert any("custom_generate" in reason for reason in decoding.report().stock)
+
+
+def test_a_setting_that_differs_in_steps_alone_keeps_all_graphs():
+    stock, model = made(), made()
+
+    @contextlib.contextmanager
+    def for_steps(self: Any) -> Iterator[None]:
+        self.config.way_of_experts = "batched"  # as transformers sets it on GPUs
+        try:
+            yield
+        finally:
+            self.config.way_of_experts = "grouped"
+
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"_optimize_model_for_decode": for_steps})
+    model.config.way_of_experts = "grouped"
+    decoding = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 3):
+        ids = prompt(1, 9, seed)
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    report = decoding.report()
+    assert (report.captured, report.prompts, report.replayed_prompts) == (1, 1, 3)
 
 
 def test_a_graph_serves_one_generation_at_a_time():

@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -112,6 +112,9 @@ class DecodingReport:
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(forward of a model, inputs by name) -> the forward, captured."""
 
+Use = Literal["prompt", "step"]
+"""The forwards that a graph is for."""
+
 Replays = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context in which calls are made that a graph will repeat."""
 
@@ -143,7 +146,7 @@ class Decoding:
         self._calls_are_replayed = replayed
         self.kind = next((parameter.device.type for parameter in model.parameters()), "")
         self._caches: OrderedDict[Any, FixedCache] = OrderedDict()
-        self._state: Any = None
+        self._states: dict[Use, Any] = {}
         self._lock = threading.RLock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
@@ -221,8 +224,12 @@ class Decoding:
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
-    def why_not_now(self) -> str:
-        """Return the reason why the model cannot have graphs as it is; empty if it can. Graphs of another state are dropped."""
+    def why_not_now(self, use: Use) -> str:
+        """Return the reason why the model cannot have graphs as it is; empty if it can.
+
+        Graphs of the same use are dropped if the model has changed since. Transformers computes experts in one way for prompts
+        and in another for steps, so that each use has a state of its own.
+        """
         model = self.model
         with self._lock:
             modules = _submodules(model)
@@ -233,9 +240,11 @@ class Decoding:
                 return f"the model has moved from {self.kind} to {model.device.type}"
             if not self.is_open:  # graphs would outlive remove(), which has freed all there were
                 return UNPATCHED
-            if state != self._state:  # graphs would read weights that the model does not have any more
-                self._caches, self._state = OrderedDict(), state
-                if self.prompts is not None:
+            if state != self._states.get(use):  # graphs would read weights that the model does not have any more
+                self._states[use] = state
+                if use == "step":
+                    self._caches = OrderedDict()
+                elif self.prompts is not None:
                     self.prompts.clear()
         return ""
 
@@ -246,7 +255,7 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            if reason := self.why_not_now():
+            if reason := self.why_not_now("step"):
                 return reason
             length = bucket_of(length) if keeps_keys(dynamic) else 0  # states have one size
             key = batch, length, encoded_tokens(dynamic), torch.is_inference_mode_enabled(), numerics_now()
@@ -357,7 +366,7 @@ class _Generation:
         prompts = self.decoding.prompts
         if prompts is None or not self.may_use_graphs or self.prompt_size is not None:
             return model(**inputs)
-        outputs, self.prompt_size = prompts.run(model, inputs, self.decoding.why_not_now)
+        outputs, self.prompt_size = prompts.run(model, inputs, lambda: self.decoding.why_not_now("prompt"))
         return outputs
 
     def step(self, *_: Any, **inputs: Any) -> Any:
