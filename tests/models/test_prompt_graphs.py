@@ -594,7 +594,7 @@ def test_layers_that_share_keys_do_not_keep_prompts_out():
 # A capture refuses kernels of experts on a CPU, which read tensors.
 @pytest.mark.filterwarnings("ignore:tilegym-db")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss", "deepseek_v3"])
-def test_prompts_of_a_patched_model_are_captured_with_its_kernels(name, shop, build, monkeypatch):
+def test_prompts_of_a_patched_model_are_captured_with_kernels(name, shop, build, monkeypatch):
     monkeypatch.setattr(Decoding, "fits", staticmethod(lambda model: True))
     monkeypatch.setattr("tilegym_db.models.decoding.captured", eager)
     monkeypatch.setattr(

@@ -228,7 +228,7 @@ class Decoding:
         """Return the reason why the model cannot have graphs as it is; empty if it can.
 
         Graphs of the same use are dropped if the model has changed since. Transformers computes experts in one way for prompts
-        and in another for steps, so that each use has a state of its own.
+        and in another for steps, so a state is remembered for each use.
         """
         model = self.model
         with self._lock:
