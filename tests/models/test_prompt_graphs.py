@@ -143,12 +143,17 @@ def test_padding_runs_as_before():
     }
 
 
-def test_a_model_that_looks_ahead_is_left_as_it_was():
-    stock, model = made(), made()
-    kind = type(stock.model.norm)
+def looking_ahead() -> Any:
+    """Return a model in which each token sees the next one."""
+    model = made()
+    kind = type(model.model.norm)
     looking = type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x + x.roll(-1, 1))})
-    for one in (stock, model):
-        one.model.layers[0].input_layernorm.__class__ = looking
+    model.model.layers[0].input_layernorm.__class__ = looking
+    return model
+
+
+def test_a_model_that_looks_ahead_is_left_as_it_was():
+    stock, model = looking_ahead(), looking_ahead()
     decoding = in_graphs(model)
     for seed in range(UNTIL_REPLAY + 2):
         ids = prompt(1, 9, seed)
@@ -333,11 +338,7 @@ def test_a_model_that_changes_often_is_not_captured_each_time():
 
 
 def test_no_graph_is_captured_without_a_proof():
-    stock, model = made(), made()
-    kind = type(stock.model.norm)
-    looking = type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x + x.roll(-1, 1))})
-    for one in (stock, model):
-        one.model.layers[0].input_layernorm.__class__ = looking
+    stock, model = looking_ahead(), looking_ahead()
     decoding = in_graphs(model)
     hidden = torch.ones(1, 9, dtype=torch.long)
     hidden[:, :3] = 0

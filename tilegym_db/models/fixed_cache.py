@@ -86,8 +86,7 @@ class FixedCache:
     def bytes(self) -> int:
         """Its memory."""
         encoded = [] if self.encoded is None else [*self.encoded.values()]
-        values = [*(value for _, value in _attributes(self.static)), *encoded]
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return bytes_of(self.static) + sum(value.nbytes for value in encoded if isinstance(value, torch.Tensor))
 
     @property
     def phase(self) -> tuple[bool, ...]:
@@ -216,6 +215,11 @@ def _attributes(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             else:
                 yield (index, name), value
     yield from ((("cache", "is_updated", key), one) for key, one in getattr(cache, "is_updated", {}).items())
+
+
+def bytes_of(cache: Any) -> int:
+    """Return the memory of the keys, values and states of a cache."""
+    return sum(value.nbytes for _, value in _attributes(cache) if isinstance(value, torch.Tensor))
 
 
 def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:

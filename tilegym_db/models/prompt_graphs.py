@@ -17,14 +17,14 @@ import functools
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 
-from tilegym_db.models.fixed_cache import first_line
+from tilegym_db.models.fixed_cache import bytes_of, first_line
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
 
 MAX_TOKENS = 4096
@@ -86,7 +86,7 @@ def _step_of(tokens: int) -> int:
 
 @dataclass
 class PromptSize:
-    """The knowledge about the prompts of one size, and their graph."""
+    """Prompts of one size: how they have run so far, and their graph."""
 
     batch: int
     size: int
@@ -341,12 +341,8 @@ def _has_tokens(layer: Any) -> bool:
     if type(layer).__name__ == EMPTY:
         return False
     flags = [value for name, value in vars(layer).items() if name.startswith("is_") and name.endswith("initialized")]
-    return any(one for value in flags for one in _each(value))
-
-
-def _each(value: Any) -> list[Any]:
-    """Return the members of a container, or the value itself: states may have one tensor and one flag each."""
-    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    states = (value.values() if isinstance(value, dict) else value for value in flags)  # states may have one flag each
+    return any(any(value) if isinstance(value, Iterable) else value for value in states)
 
 
 def may_be_filled_up(inputs: Mapping[str, Any], size: int, limits: list[int]) -> bool:
@@ -532,11 +528,8 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _bytes_of(outputs: Any) -> int:
     """Return the memory of the logits and the cache that a forward returns."""
-    values = [outputs["logits"]]
-    for layer in outputs[cache_of(outputs)].layers:
-        for value in vars(layer).values():
-            values += _each(value)
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    logits: torch.Tensor = outputs["logits"]
+    return logits.nbytes + bytes_of(outputs[cache_of(outputs)])
 
 
 def _layers(outputs: Any, tokens: int) -> list[Any]:
