@@ -29,7 +29,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import os
 import random
@@ -44,7 +43,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the other script, however this file is loaded
-from training_step import LORA_ALPHA, LORA_RANK, LORA_TARGETS, add_adapters, free_memory, say, twin_of
+from training_step import LORA_ALPHA, LORA_RANK, LORA_TARGETS, add_adapters, free_memory, save, say, twin_of
 
 from tilegym_db.models import patch
 
@@ -421,6 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(
         f"{data.bytes / 1e6:.1f} MB of text, {data.learned.numel():,} tokens to learn, {data.held_out.numel():,} held out"
     )
+    peft = importlib.metadata.version("peft") if importlib.util.find_spec("peft") is not None else ""
     results: list[dict[str, Any]] = []
     findings: list[str] = []
     for variant in (one for one in VARIANTS if one.name in options.variants):
@@ -428,34 +428,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(measure(options, data, variant, known))
         findings += findings_of(results[-1], is_gpu=is_gpu)
         print_result(results[-1])
-        save(options, data, results, findings, time.perf_counter() - begun)  # a later variant may be cut off
+        more = {"peft": peft, "text_bytes": data.bytes, "learned_tokens": data.learned.numel()}
+        save(
+            options, results, findings, **more, seconds=round(time.perf_counter() - begun, 1)
+        )  # a later one may be cut off
     for text in findings:
         say(f"finding: {text}")
     say(f"{time.perf_counter() - begun:.1f} s")
     return 1 if findings else 0
-
-
-def save(
-    options: argparse.Namespace, data: Data, results: Sequence[Any], findings: Sequence[str], seconds: float
-) -> None:
-    """Write what is there."""
-    if options.out is None:
-        return
-    is_gpu = options.device.startswith("cuda")
-    has_peft = importlib.util.find_spec("peft") is not None
-    content = {
-        "gpu": torch.cuda.get_device_name() if is_gpu else "cpu",
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "peft": importlib.metadata.version("peft") if has_peft else "",
-        "command": sys.argv[1:],
-        "seconds": round(seconds, 1),
-        "text_bytes": data.bytes,
-        "learned_tokens": data.learned.numel(),
-        "results": results,
-        "findings": findings,
-    }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

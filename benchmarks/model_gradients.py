@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import importlib.metadata
-import json
 import statistics
 import sys
 import time
@@ -33,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
 from loss_curves import calls_of
-from training_step import free_memory, say
+from training_step import free_memory, save, say
 
 from tilegym_db.models import patch
 from tilegym_db.models.capture import random_prompt
@@ -221,16 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(results)
     for text in findings:
         say(f"finding: {text}")
-    if options.out is not None:
-        content = {
-            "gpu": torch.cuda.get_device_name() if is_gpu else "cpu",
-            "torch": torch.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-            "command": sys.argv[1:],
-            "results": results,
-            "findings": findings,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    save(options, results, findings)
     return 1 if findings else 0
 
 

@@ -708,8 +708,8 @@ def join_processes(options: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
 
 
-def save(options: argparse.Namespace, results: Sequence[Any], findings: Sequence[str]) -> None:
-    """Write what is there."""
+def save(options: argparse.Namespace, results: Sequence[Any], findings: Sequence[str], **more: Any) -> None:
+    """Write the results so far, if ``--out`` names a file; ``more`` are further entries."""
     if options.out is None:
         return
     is_gpu = options.device.startswith("cuda")
@@ -718,6 +718,7 @@ def save(options: argparse.Namespace, results: Sequence[Any], findings: Sequence
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "command": sys.argv[1:],
+        **more,
         "results": results,
         "findings": findings,
     }
