@@ -16,8 +16,9 @@ from decoding_models import CONFIGS, DEVICE, HYBRIDS, ON_GPU, WINDOW, in_graphs,
 from host_graphs import eager
 
 from tilegym_db.models.call_site import AUTOCAST
-from tilegym_db.models.decoding import Decoding, captured
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.fixed_cache import BUCKET, _copied, bucket_of
+from tilegym_db.models.graphs import captured
 from tilegym_db.models.next_inputs import CapturedForward
 
 pytestmark = pytest.mark.sweep

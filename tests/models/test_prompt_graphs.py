@@ -20,11 +20,11 @@ from host_graphs import NoWaiting, capturing, eager
 
 from tilegym_db.models import patch
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
-from tilegym_db.models.decoding import Decoding, copied, why_stock
+from tilegym_db.models.decoding import Decoding, why_stock
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, copied
 from tilegym_db.models.next_inputs import CapturedForward, cache_of
 from tilegym_db.models.prompt_graphs import (
     EAGER_RUNS,
-    MAX_EAGER_RUNS,
     MAX_HELD,
     MIN_COUNTED,
     PAYS,

@@ -18,13 +18,22 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilegym_db.models.fixed_cache import bytes_of, first_line
+from tilegym_db.models.graphs import (
+    MAX_EAGER_RUNS,
+    TIMED_REPLAYS,
+    Capture,
+    GraphedCall,
+    Stopwatch,
+    numerics_now,
+    stopwatch_of_events,
+    why_changed,
+)
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
 
 MAX_TOKENS = 4096
@@ -40,9 +49,6 @@ MEMORY_SHARE = 0.1
 MIN_STEP = 16
 EAGER_RUNS = 2
 """Prompts of a size that run as before, and are timed. The first one also loads kernels."""
-TIMED_REPLAYS = 2
-MAX_EAGER_RUNS = 64
-"""Prompts of a size that run as before if earlier graphs were dropped too soon, or if there was no memory for one."""
 PAYS = 8
 """Replays that are worth the proof and the capture of a graph."""
 KEEP = "logits_to_keep"
@@ -62,12 +68,6 @@ EMPTY = "DummyLayer"
 """Class of the layers of a cache that never have keys, because the model takes those of other layers."""
 _MARK = "_tilegym_db_kind"
 
-Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
-"""(forward, tensors by name) -> the forward, captured."""
-
-Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
-"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: milliseconds, or None if unknown yet."""
-
 
 def size_of(tokens: int) -> int:
     """Return the length that a prompt is filled up to: at most an eighth longer, or a few tokens."""
@@ -85,46 +85,16 @@ def _step_of(tokens: int) -> int:
 
 
 @dataclass
-class PromptSize:
-    """Prompts of one size: how they have run so far, and their graph."""
+class PromptSize(GraphedCall):
+    """Prompts of one size."""
 
-    batch: int
-    size: int
-    runs: int = 0
-    failed: str = ""
-    """The reason why this size runs as before."""
-    refused: int = 0
-    """Prompts that ran as before for that reason."""
-    retry: int = sys.maxsize
-    """The number of prompts from which on the reason does not count any more."""
-    tried: bool = False
-    """The proof has been made, whatever it showed."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from a replay to the end of the generation, which reads the memory of the graph, and while the graph changes."""
-    graph: CapturedForward | None = None
-    replays: int = 0
-    times: dict[str, list[Callable[[], float | None]]] = field(default_factory=lambda: {"eager": [], "replay": []})
+    batch: int = 0
+    size: int = 0
 
     @property
     def counted(self) -> int:
         """Tokens that a graph of this size counts for."""
         return max(self.batch * self.size, MIN_COUNTED)
-
-    def best(self, way: str, enough: int) -> float | None:
-        """Return the shortest time of a way, in milliseconds; None if fewer than enough are known."""
-        known = [time for stopped in self.times[way] if (time := stopped()) is not None]
-        return min(known) if len(known) >= enough else None
-
-    def why_slower(self) -> str:
-        """Return the reason if replays are slower than forwards were before; empty if not, or if it is not known yet."""
-        before, now = self.best("eager", 1), self.best("replay", TIMED_REPLAYS)
-        if before is None or now is None or now <= before:
-            return ""
-        return f"a replay takes {now:.2f} ms, and a forward took {before:.2f} ms"
-
-    def fail_for_now(self, reason: str) -> None:
-        """Remember a reason that may pass, such as too little memory, and when to try again."""
-        self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
 
 
 class PromptGraphs:
@@ -238,7 +208,7 @@ class PromptGraphs:
         """Return what is known about a size that has one prompt more, and forget the one used least if there are too many."""
         names = tuple(sorted(name for name, value in inputs.items() if value is not None))
         key = batch, size, fills, names, torch.is_inference_mode_enabled(), numerics_now()
-        known = self._sizes.pop(key, None) or PromptSize(batch, size)
+        known = self._sizes.pop(key, None) or PromptSize(batch=batch, size=size)
         known.runs += 1
         if known.runs >= known.retry:
             known.failed, known.retry = "", sys.maxsize
@@ -381,23 +351,6 @@ def why_not_outputs(outputs: Any, unread: tuple[str, ...] = ()) -> str:
     return "" if outputs.get(cache_of(outputs)) is not None else "the model returns no cache"
 
 
-def numerics_now() -> tuple[Any, ...]:
-    """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
-    cuda: Any = torch.backends.cuda
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.enabled,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-
-
 def _sees_all(inputs: Mapping[str, Any]) -> bool:
     """Return True if no token is hidden, and positions count from 0. It waits for the device."""
     ids, mask, positions = (inputs.get(name) for name in DECODER)
@@ -495,37 +448,6 @@ def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
     return all(torch.equal(kept, found) for kept, found in pairs)
 
 
-def why_changed(model: Any, decide: Callable[[], str]) -> str:
-    """Return the reason that a decision gives, or that its forwards put something else into modules, which a replay does not do.
-
-    What they put there is taken out again.
-    """
-    places = [place for module in model.modules() for place in (vars(module), module._buffers)]
-    before = [dict(place) for place in places]
-    try:
-        reason = decide()
-    finally:
-        changed = [name for place, was in zip(places, before, strict=True) for name in _put_back(place, was)]
-    return reason or (f"its forward changes {', '.join(sorted({*changed}))} of its modules" if changed else "")
-
-
-def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
-    """Make the members of a dictionary those of before, and return the names of those that were not."""
-    changed = [name for name in {*place, *was} if not _is_same(place.get(name, place), was.get(name, was))]
-    for name in changed:
-        if name in was:
-            place[name] = was[name]
-        else:
-            del place[name]
-    return changed
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
-        return True
-    return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
-
-
 def _bytes_of(outputs: Any) -> int:
     """Return the memory of the logits and the cache that a forward returns."""
     logits: torch.Tensor = outputs["logits"]
@@ -548,18 +470,3 @@ def _first_tokens(layer: Any, tokens: int) -> Any:
         if isinstance(getattr(layer, "cumulative_length", None), int):
             own.cumulative_length = tokens
     return own
-
-
-def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float | None]]:
-    """Measure what is launched on a GPU until the result is called. See :data:`Stopwatch`."""
-    if device.type != "cuda":  # graphs of another kind, which are not timed
-        return lambda: lambda: None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    stream = torch.cuda.current_stream(device)
-    begin.record(stream)
-
-    def stop() -> Callable[[], float | None]:
-        end.record(stream)
-        return lambda: begin.elapsed_time(end) if end.query() else None  # type: ignore[no-untyped-call]
-
-    return stop
