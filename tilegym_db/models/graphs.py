@@ -22,6 +22,8 @@ from tilegym_db.models.call_site import has_hooks
 from tilegym_db.models.next_inputs import HELD, CapturedForward
 
 TIMED_REPLAYS = 2
+PAYS = 8
+"""Replays that are worth the proof and the capture of a graph."""
 MAX_EAGER_RUNS = 64
 """Forwards that run as before if earlier graphs were dropped too soon, or if there was no memory for one."""
 
@@ -60,6 +62,26 @@ class GraphedCall:
     def fail_for_now(self, reason: str) -> None:
         """Remember a reason that may pass, such as too little memory, and when to try again."""
         self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
+
+    def count(self) -> None:
+        """Count one forward more, and forget a reason that has lasted long enough."""
+        self.runs += 1
+        if self.runs >= self.retry:
+            self.failed, self.retry = "", sys.maxsize
+
+
+class Patience:
+    """How many forwards of a form run as before: more if earlier graphs were dropped before they had paid for themselves."""
+
+    def __init__(self, runs: int) -> None:
+        """Begin with the least number of forwards."""
+        self._least = self.runs = runs
+
+    def learn(self, dropped: list[GraphedCall]) -> None:
+        """Decide how long the next graphs wait, from what those that are dropped were worth."""
+        paid = sum(one.replays for one in dropped) >= PAYS * len(dropped)
+        if dropped:
+            self.runs = self._least if paid else min(2 * self.runs, MAX_EAGER_RUNS)
 
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
@@ -255,13 +277,19 @@ def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
 _capturing = threading.Lock()
 
 
-def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-    """Capture a forward; its inputs are copies, which a replay reads again."""
+def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> CapturedForward:
+    """Capture a forward; its inputs are copies, which a replay reads again.
+
+    Args:
+        model: the forward.
+        inputs: by name.
+        pool: the memory of other graphs, none of which runs at the same time; by default the graph has memory for itself.
+    """
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
     held = {name: inputs[name] for name in HELD if name in inputs}
     where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
-    with _capturing, where, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with _capturing, where, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = model(**given, **held)
     return CapturedForward(graph.replay, kept, outputs)

@@ -25,10 +25,10 @@ import torch
 
 from tilegym_db.models.fixed_cache import bytes_of, first_line
 from tilegym_db.models.graphs import (
-    MAX_EAGER_RUNS,
     TIMED_REPLAYS,
     Capture,
     GraphedCall,
+    Patience,
     Stopwatch,
     numerics_now,
     stopwatch_of_events,
@@ -49,8 +49,6 @@ MEMORY_SHARE = 0.1
 MIN_STEP = 16
 EAGER_RUNS = 2
 """Prompts of a size that run as before, and are timed. The first one also loads kernels."""
-PAYS = 8
-"""Replays that are worth the proof and the capture of a graph."""
 KEEP = "logits_to_keep"
 KNOWN = frozenset((*DECODER, *CACHES, KEEP, "use_cache", RETURN))
 """Inputs of a prompt that are understood."""
@@ -116,7 +114,7 @@ class PromptGraphs:
         self._capture, self._replayed = capture, replayed
         self._stopwatch = stopwatch or stopwatch_of_events
         self._sizes: OrderedDict[Any, PromptSize] = OrderedDict()
-        self._eager_runs = EAGER_RUNS
+        self._patience = Patience(EAGER_RUNS)
         self._lock = threading.Lock()
         self._is_open = True
         self._others: Counter[str] = Counter()
@@ -126,7 +124,7 @@ class PromptGraphs:
     def clear(self) -> None:
         """Free all graphs."""
         with self._lock:
-            self._learn([one for one in self._sizes.values() if one.tried])
+            self._patience.learn([one for one in self._sizes.values() if one.tried])
             self._sizes = OrderedDict()
 
     def close(self) -> None:
@@ -186,7 +184,7 @@ class PromptGraphs:
             outputs = model(**inputs)
             known.times["eager"].append(stop())
             return outputs, None
-        if known.graph is None and known.runs <= self._eager_runs:
+        if known.graph is None and known.runs <= self._patience.runs:
             return model(**inputs), None
         stop = self._stopwatch(ids.device)  # with the look at the mask, which waits for the device
         sees_all = _sees_all(inputs)
@@ -209,9 +207,7 @@ class PromptGraphs:
         names = tuple(sorted(name for name, value in inputs.items() if value is not None))
         key = batch, size, fills, names, torch.is_inference_mode_enabled(), numerics_now()
         known = self._sizes.pop(key, None) or PromptSize(batch=batch, size=size)
-        known.runs += 1
-        if known.runs >= known.retry:
-            known.failed, known.retry = "", sys.maxsize
+        known.count()
         if self._is_open:
             self._sizes[key] = known
         if len(self._sizes) > MAX_SIZES:
@@ -226,15 +222,9 @@ class PromptGraphs:
             for one in others:
                 if held > MAX_HELD and one.lock.acquire(blocking=False):  # else a generation reads its memory
                     held -= one.counted
-                    self._learn([one])
+                    self._patience.learn([one])
                     one.graph, one.replays, one.runs = None, 0, EAGER_RUNS
                     one.lock.release()
-
-    def _learn(self, dropped: list[PromptSize]) -> None:
-        """Decide how long the next graphs wait, from what those that are dropped were worth."""
-        paid = sum(one.replays for one in dropped) >= PAYS * len(dropped)
-        if dropped:
-            self._eager_runs = EAGER_RUNS if paid else min(2 * self._eager_runs, MAX_EAGER_RUNS)
 
     def _from_graph(self, known: PromptSize, model: Any, inputs: dict[str, Any], fills: bool, stop: Any) -> Any:
         """Return the outputs of a replay, or None: the first call loads kernels and proves, the second captures."""
@@ -244,7 +234,9 @@ class PromptGraphs:
             known.failed, known.graph = slower, None
             return None
         if known.graph is None:
-            forward = functools.partial(_forward, model, _with_own_cache(inputs))
+            name = cache_of(inputs)
+            own = {**inputs, name: begun_on(inputs[name], inputs[DECODER.ids].device)}
+            forward = functools.partial(_forward, model, own)
             try:
                 with self._replayed():
                     if not known.tried:
@@ -377,18 +369,22 @@ def _filled_up(inputs: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
     return given
 
 
-def _with_own_cache(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with a copy of the empty cache, whose tensors are on the device: a capture cannot bring them there."""
-    name, device = cache_of(inputs), inputs[DECODER.ids].device
-    cache: Any = copy.deepcopy(inputs[name])
-    for layer in cache.layers:
+def begun_on(cache: Any, device: torch.device) -> Any:
+    """Return a copy of an empty cache whose tensors are on the device: a capture cannot bring them there."""
+    own = copy.deepcopy(cache)
+    for layer in own.layers:
         for attribute, value in vars(layer).items():
             if isinstance(value, torch.Tensor):
                 setattr(layer, attribute, value.to(device))
         if type(layer).__name__ in GROWING:
             kind: Any = type(layer)
             layer.__class__ = _beginning_on_device(kind)
-    return {**inputs, name: cache}
+    return own
+
+
+def original_class(layer: Any) -> Any:
+    """Return the class of a layer in transformers, whether :func:`begun_on` made it or not."""
+    return getattr(layer, _MARK, type(layer))
 
 
 @functools.cache
@@ -461,7 +457,7 @@ def _layers(outputs: Any, tokens: int) -> list[Any]:
 
 def _first_tokens(layer: Any, tokens: int) -> Any:
     own = copy.copy(layer)
-    own.__class__ = getattr(layer, _MARK, type(layer))
+    own.__class__ = original_class(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict | list):
             setattr(own, name, copy.copy(value))  # a generation puts other tensors into it
