@@ -38,6 +38,7 @@ from tilegym_db.models.graphs import (
     split,
     state_or_reason,
     stopwatch_of_events,
+    submodules,
     why_changed,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, HELD
@@ -109,6 +110,7 @@ class ForwardGraphs:
         self._pad = _pad_of(model)
         self._forms: OrderedDict[Any, GraphedCall] = OrderedDict()
         self._state: Any = None
+        self._weights = Weights(model)
         self._patience = Patience(EAGER_RUNS)
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -151,6 +153,7 @@ class ForwardGraphs:
             change_class(model, self.ours.__mro__[1])
         with self._lock:
             self._forms = OrderedDict()
+            self._weights.forget()
 
     def report(self) -> ForwardReport:
         """Return what the graphs have done so far."""
@@ -234,29 +237,37 @@ class ForwardGraphs:
         self, known: GraphedCall, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], own: dict[str, Any]
     ) -> Any:
         """Return copies of the outputs of a replay, or None: the first call loads kernels and proves, the second captures."""
-        state, reason = state_or_reason(model, self._device.type)
-        if reason:
-            self._others[reason] += 1
-            return None
-        if state != self._state:  # graphs would read weights that the model does not have any more
-            self._state = state
-            with self._lock:
-                self._drop([*self._forms.values()])
         if known.graph is not None and (slower := known.why_slower()):
             known.failed, known.graph = slower, None
             return None
-        stop = self._stopwatch(self._device)
-        if known.graph is None:
+        if known.graph is not None and self._weights.are_in_place():
+            stop = self._stopwatch(self._device)
+            outputs = self._replay(known, own, lambda: self._is_as_it_was(model))
+            if outputs is not None:
+                if len(known.times["replay"]) < TIMED_REPLAYS:
+                    known.times["replay"].append(stop())
+                self._replays += 1
+            return outputs
+        if self._is_as_it_was(model):
             known.failed = self._why_too_large(known)
             if not known.failed:
                 self._prove_or_capture(known, model, forward, inputs, own)
             self._failures += bool(known.failed)
-            return None
-        outputs = self._replay(known, own)
-        if len(known.times["replay"]) < TIMED_REPLAYS:
-            known.times["replay"].append(stop())
-        self._replays += 1
-        return outputs
+        return None
+
+    def _is_as_it_was(self, model: Any) -> bool:
+        """Return True if graphs compute what the model does now; if not, drop them or count the reason."""
+        state, reason = state_or_reason(model, self._device.type)
+        if reason:
+            self._others[reason] += 1
+            return False
+        if state == self._state:
+            return True
+        is_first = self._state is None
+        with self._lock:
+            self._state, self._weights = state, Weights(model)
+            self._drop([*self._forms.values()])
+        return is_first
 
     def _why_too_large(self, known: GraphedCall) -> str:
         best = known.best("eager", 1)
@@ -287,16 +298,17 @@ class ForwardGraphs:
         else:
             self._captured += 1
 
-    def _replay(self, known: GraphedCall, own: Mapping[str, Any]) -> Any:
+    def _replay(self, known: GraphedCall, own: Mapping[str, Any], may_answer: Callable[[], bool] = lambda: True) -> Any:
+        """Return copies of the outputs of a replay, or None if ``may_answer()`` says so, which is asked while the GPU works."""
         graph = known.graph
         assert graph is not None, "asked with a graph only"
         self._order.begin()
         for kept, given in zip(graph.inputs, split(own)[0], strict=True):
             kept.copy_(given)
         graph.replay()
-        outputs = copied_outputs(graph.outputs)
+        outputs = copied_outputs(graph.outputs) if may_answer() else None
         self._order.end()
-        known.replays += 1
+        known.replays += outputs is not None
         return outputs
 
     def _make_room(self, known: GraphedCall) -> None:
@@ -311,6 +323,29 @@ class ForwardGraphs:
         for one in dropped:
             one.graph, one.replays, one.tried = None, 0, False
             one.runs = min(one.runs, EAGER_RUNS)
+
+
+class Weights:
+    """The addresses of a model's weights. A replay reads them, so it must not run if their memory may have another owner."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Note where the weights are. A module that is replaced lives on until the next :class:`Weights` of its model."""
+        holders = [held for module in submodules(model) for held in (module._parameters, module._buffers)]
+        self._places = [
+            (held, name, value.data_ptr()) for held in holders for name, value in held.items() if value is not None
+        ]
+
+    def forget(self) -> None:
+        """Let modules go that are not part of the model any more."""
+        self._places = []
+
+    def are_in_place(self) -> bool:
+        """Return True if all of them are where they were. Modules that were added since are not seen."""
+        for held, name, address in self._places:
+            value = held.get(name)
+            if value is None or value.data_ptr() != address:
+                return False
+        return True
 
 
 class _Order:
