@@ -222,6 +222,24 @@ def test_padding_without_a_hiding_mask_keeps_the_mask():
     assert graphs.report().replayed in (0, 2)
 
 
+def test_a_mask_that_hides_nothing_may_make_a_difference():
+    stock, model = encoder(), encoder()
+    for one in (stock, model):
+        of_class = type(one)
+
+        def forward(self: Any, input_ids: Any, attention_mask: Any = None, of_class: Any = of_class) -> Any:
+            found = of_class.forward(self, input_ids, attention_mask)
+            found.last_hidden_state += attention_mask is not None
+            return found
+
+        one.__class__ = type(of_class.__name__, (of_class,), {"forward": forward})
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        for more in ({}, {"attention_mask": torch.ones_like(ids(0))}):
+            assert same(model(ids(seed), **more), stock(ids(seed), **more))
+    assert graphs.report().replayed == 2
+
+
 @pytest.mark.parametrize(
     ("reason", "way"),
     [

@@ -181,9 +181,9 @@ class ForwardGraphs:
         if reason:
             self._others[reason] += 1
             return forward(**inputs)
-        own = inputs if (mask := _mask_that_hides(inputs, self._pad)) else _without_mask(inputs)
+        own = inputs if (hides := _mask_that_hides(inputs, self._pad)) else _without_mask(inputs)
         with self._lock:
-            known = self._of(own, mask)
+            known = self._of(own, inputs.get(DECODER.mask) is not None, hides)
         if known.failed:
             known.refused += 1
             return forward(**inputs)
@@ -222,9 +222,12 @@ class ForwardGraphs:
             return "the caller captures a graph"
         return ""
 
-    def _of(self, own: Mapping[str, Any], hides: bool) -> GraphedCall:
-        """Return what is known about a form that has one forward more, and forget the one used least if there are too many."""
-        key = split(own)[1], hides, torch.is_inference_mode_enabled(), numerics_now()
+    def _of(self, own: Mapping[str, Any], has_mask: bool, hides: bool) -> GraphedCall:
+        """Return what is known about a form that has one forward more, and forget the one used least if there are too many.
+
+        A mask that hides nothing may still make a difference, which is proven for forwards that have one.
+        """
+        key = split(own)[1], has_mask, hides, torch.is_inference_mode_enabled(), numerics_now()
         known = self._forms.pop(key, None) or GraphedCall()
         known.count()
         if self._is_open:
