@@ -240,7 +240,12 @@ class PromptGraphs:
             try:
                 with self._replayed():
                     if not known.tried:
-                        known.failed = why_changed(model, lambda: _why_not_proven(forward, inputs, known.size, fills))
+                        known.failed = why_changed(
+                            model,
+                            lambda: (
+                                _why_mask_matters(model, own) or _why_not_proven(forward, inputs, known.size, fills)
+                            ),
+                        )
                         known.tried = True
                         return None
                     self._make_room(known)
@@ -433,6 +438,20 @@ def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size
         if not _are_same_before(seen, row, first, forward(**{**given, DECODER.ids: others})):
             return "its tokens see later ones, or its kernels are not deterministic"
     return ""
+
+
+def _why_mask_matters(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Return the reason if a forward without the mask, which hides nothing, is another one; empty if it has the same bits."""
+    if inputs.get(DECODER.mask) is None:
+        return ""
+    name, tokens = cache_of(inputs), inputs[DECODER.ids].shape[1]
+    one, other = (
+        model(**{**inputs, DECODER.mask: mask, name: copy.deepcopy(inputs[name])})
+        for mask in (inputs[DECODER.mask], None)
+    )
+    if reason := why_not_outputs(one):
+        return reason
+    return "" if _are_same_before(tokens, -1, one, other) else "it computes something else without a mask"
 
 
 def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
