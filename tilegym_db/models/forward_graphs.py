@@ -39,6 +39,7 @@ from tilegym_db.models.graphs import (
     state_or_reason,
     stopwatch_of_events,
     submodules,
+    undisturbed,
     why_changed,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, HELD
@@ -281,7 +282,7 @@ class ForwardGraphs:
     ) -> None:
         contents = [(inputs, own), (_with_other_contents(inputs), _with_other_contents(own))]
         try:
-            with self._replayed():
+            with undisturbed(self._device), self._replayed():
                 if not known.tried:
                     known.failed = why_changed(model, lambda: _why_not_proven(forward, contents))
                     known.tried = True

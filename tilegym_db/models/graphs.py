@@ -6,6 +6,7 @@ its graphs are dropped once the model has other weights or settings.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -198,6 +199,11 @@ def has_modes() -> bool:
         return True
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def undisturbed(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context whose forwards take no random numbers from those that the caller gets."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def why_changed(model: Any, decide: Callable[[], str]) -> str:

@@ -32,6 +32,7 @@ from tilegym_db.models.graphs import (
     Stopwatch,
     numerics_now,
     stopwatch_of_events,
+    undisturbed,
     why_changed,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
@@ -238,7 +239,7 @@ class PromptGraphs:
             own = {**inputs, name: begun_on(inputs[name], inputs[DECODER.ids].device)}
             forward = functools.partial(_forward, model, own)
             try:
-                with self._replayed():
+                with undisturbed(inputs[DECODER.ids].device), self._replayed():
                     if not known.tried:
                         known.failed = why_changed(
                             model,
