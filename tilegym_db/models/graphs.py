@@ -72,7 +72,7 @@ class GraphedCall:
 
 
 class Patience:
-    """How many forwards of a form run as before: more if earlier graphs were dropped before they had paid for themselves."""
+    """The number of forwards of a form that run as before. It grows if graphs were dropped before they had paid off."""
 
     def __init__(self, runs: int) -> None:
         """Begin with the least number of forwards."""
