@@ -221,6 +221,18 @@ def test_padding_without_a_hiding_mask_keeps_the_mask():
     assert graphs.report().replayed in (0, 2)
 
 
+def test_positions_that_begin_anew_keep_the_mask():
+    """Without a mask, transformers takes such positions for several sequences in one row."""
+    stock, model = made(), made()
+    graphs = in_graphs(model)
+    mask, whole = torch.ones(2, 12, dtype=torch.long), torch.arange(12).expand(2, 12)
+    for seed in range(2 * UNTIL_REPLAY + 2):
+        positions = whole if seed <= UNTIL_REPLAY else whole % 6
+        given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        assert same(model(prompt(2, 12, seed), **given), stock(prompt(2, 12, seed), **given))
+    assert graphs.report().replayed >= 1
+
+
 def test_a_mask_that_hides_nothing_may_make_a_difference():
     stock, model = encoder(), encoder()
     for one in (stock, model):

@@ -417,14 +417,17 @@ def why_not_inputs(inputs: Mapping[str, Any], device: torch.device) -> str:
 def _mask_that_hides(inputs: Mapping[str, Any], pad: int | None) -> bool:
     """Return True if there is a mask of tokens that the forward needs. It waits for the device, as transformers does.
 
-    A token of padding may be hidden without a mask, so a mask stays if there is one.
+    Without a mask, a forward may find what is hidden in the tokens, where some are padding, or in positions that begin anew for
+    each of several sequences. So a mask also stays for these.
     """
-    mask, ids = inputs.get(DECODER.mask), inputs.get(DECODER.ids)
+    mask, ids, positions = (inputs.get(name) for name in (DECODER.mask, DECODER.ids, DECODER.positions))
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return mask is not None
     sees = (mask == 1).all()
     if pad is not None and isinstance(ids, torch.Tensor):
         sees = sees & (ids != pad).all()
+    if isinstance(positions, torch.Tensor):
+        sees = sees & (positions == torch.arange(positions.shape[-1], device=positions.device)).all()
     return not bool(sees)
 
 
