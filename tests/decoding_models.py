@@ -9,7 +9,8 @@ import torch
 import transformers
 from host_graphs import eager
 
-from tilegym_db.models.decoding import Decoding, captured
+from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.graphs import captured
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tilegym_db.models.decoding import copied
+from tilegym_db.models.graphs import copied
 from tilegym_db.models.next_inputs import HELD, CapturedForward, cache_of
 from tilegym_db.resolver.hot_path import is_replayed, replayed
 

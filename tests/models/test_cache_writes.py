@@ -18,8 +18,9 @@ from transformers import cache_utils
 from tilegym_db import Catalog, patch
 from tilegym_db.models import fixed_cache
 from tilegym_db.models.cache_writes import Writes, is_known, writing
-from tilegym_db.models.decoding import Decoding, captured
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.fixed_cache import _moving
+from tilegym_db.models.graphs import captured
 from tilegym_db.models.next_inputs import CapturedForward
 from tilegym_db.models.write_site import PROVED_EAGERLY
 from tilegym_db.paths import shipped_root

@@ -16,8 +16,9 @@ from decoding_models import CONFIGS, DEVICE, HYBRIDS, ON_GPU, WINDOW, in_graphs,
 from host_graphs import eager
 
 from tilegym_db.models.call_site import AUTOCAST
-from tilegym_db.models.decoding import Decoding, captured
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.fixed_cache import BUCKET, _copied, bucket_of
+from tilegym_db.models.graphs import captured
 from tilegym_db.models.next_inputs import CapturedForward
 
 pytestmark = pytest.mark.sweep
@@ -147,7 +148,7 @@ def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch):
         return type(last).forward(last, x)
 
     monkeypatch.setattr(last, "forward", waits)
-    monkeypatch.setattr("tilegym_db.models.decoding.has_hooks", lambda module: False)
+    monkeypatch.setattr("tilegym_db.models.graphs.has_hooks", lambda module: False)
     assert torch.equal(model.generate(prompt(2), max_new_tokens=20, do_sample=False), stock)
     assert decoding.report().replayed == 0
     assert any("cannot be captured" in reason for reason in decoding.report().stock)

@@ -125,7 +125,7 @@ def test_an_interrupted_step_ends_the_answers_for_replays(
             raise KeyboardInterrupt
         return type(norm).forward(norm, x)
 
-    monkeypatch.setattr("tilegym_db.models.decoding.has_hooks", lambda module: False)
+    monkeypatch.setattr("tilegym_db.models.graphs.has_hooks", lambda module: False)
     monkeypatch.setattr(norm, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate(prompt(), **OPTIONS)
@@ -553,7 +553,7 @@ def test_only_plain_projections_are_fused_with_their_gate(
     prompt: Callable[..., torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tilegym_db.models.decoding.has_hooks", lambda module: False)
+    monkeypatch.setattr("tilegym_db.models.graphs.has_hooks", lambda module: False)
     model, stock = build(num_hidden_layers=1), build(num_hidden_layers=1)
     handle = patch(model, catalog=offer_products(shop, "gemm", "gemm_swiglu", ops=("swiglu",)))
     for one in (model, stock):

@@ -20,14 +20,13 @@ from host_graphs import NoWaiting, capturing, eager
 
 from tilegym_db.models import patch
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
-from tilegym_db.models.decoding import Decoding, copied, why_stock
+from tilegym_db.models.decoding import Decoding, why_stock
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, PAYS, copied
 from tilegym_db.models.next_inputs import CapturedForward, cache_of
 from tilegym_db.models.prompt_graphs import (
     EAGER_RUNS,
-    MAX_EAGER_RUNS,
     MAX_HELD,
     MIN_COUNTED,
-    PAYS,
     PromptGraphs,
     limits_of,
     may_be_filled_up,
@@ -160,6 +159,33 @@ def test_a_model_that_looks_ahead_is_left_as_it_was():
         assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
     assert decoding.report().prompts == 0
     assert any("see later ones" in reason for reason in decoding.report().stock)
+
+
+def masked() -> Any:
+    """Return a model in which a mask that hides nothing makes a difference."""
+    model = made()
+    inner = type(model.model)
+
+    def forward(self: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        found = inner.forward(self, *args, attention_mask=attention_mask, **kwargs)
+        found.last_hidden_state = found.last_hidden_state.roll(3 * (attention_mask is not None), -1)
+        return found
+
+    model.model.__class__ = type(inner.__name__, (inner,), {"forward": forward})
+    return model
+
+
+def test_a_model_that_needs_its_mask_is_left_as_it_was():
+    model = masked()
+    graphs = PromptGraphs(again, replayed, watch())
+    for seed in range(UNTIL_REPLAY + 2):
+        ids = prompt(1, 9, seed)
+        given = {"attention_mask": torch.ones_like(ids)}
+        with torch.no_grad():
+            found, _ = graphs.run(model, inputs_of(model, ids) | given, lambda: "")
+            assert torch.equal(found.logits, model(**inputs_of(model, ids), **given).logits)
+    assert graphs.captured == 0
+    assert any("without a mask" in reason for reason in graphs.reasons())
 
 
 def test_a_forward_that_waits_for_the_device_is_left_as_it_was():

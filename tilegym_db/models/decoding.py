@@ -22,17 +22,14 @@ import inspect
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from tilegym_db.models.cache_writes import Writes
-from tilegym_db.models.call_site import AUTOCAST, UNPATCHED, CallSite, change_class, has_hooks, subclass
+from tilegym_db.models.call_site import AUTOCAST, UNPATCHED, CallSite, change_class, subclass
 from tilegym_db.models.fixed_cache import (
     FixedCache,
     bucket_of,
@@ -44,10 +41,10 @@ from tilegym_db.models.fixed_cache import (
     why_not_encoded,
     why_not_layers,
 )
+from tilegym_db.models.graphs import Capture, captured, has_modes, numerics_now, split, state_or_reason
 from tilegym_db.models.next_inputs import (
     DECODER,
     ENCODER,
-    HELD,
     METHODS,
     RETURN,
     Advancing,
@@ -59,7 +56,7 @@ from tilegym_db.models.next_inputs import (
     names_of,
     prepares_as_transformers,
 )
-from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize, numerics_now, why_not_outputs
+from tilegym_db.models.prompt_graphs import PromptGraphs, PromptSize, why_not_outputs
 from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
@@ -108,9 +105,6 @@ class DecodingReport:
             [*lines, *(f"without graphs, {count} times: {reason}" for reason, count in self.stock.items())]
         )
 
-
-Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
-"""(forward of a model, inputs by name) -> the forward, captured."""
 
 Use = Literal["prompt", "step"]
 """The forwards that a graph is for."""
@@ -232,12 +226,9 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            modules = _submodules(model)
-            if any([has_hooks(module) for module in modules]):
-                return "modules have hooks"
-            state = _state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
-            if model.device.type != self.kind:
-                return f"the model has moved from {self.kind} to {model.device.type}"
+            state, reason = state_or_reason(model, self.kind)
+            if reason:
+                return reason
             if not self.is_open:  # graphs would outlive remove(), which has freed all there were
                 return UNPATCHED
             if state != self._states.get(use):  # graphs would read weights that the model does not have any more
@@ -281,7 +272,7 @@ class Decoding:
         """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
         model, tokens = self.model, cache.tokens
         cache.last = None
-        tensors, form = _split(inputs)
+        tensors, form = split(inputs)
         form = *form, cache.phase
         if cache.failed or form not in cache.graphs:
             if not cache.failed:
@@ -592,7 +583,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     parts = [cache]
     if type(cache) is EncoderDecoderCache:
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
-    if _has_modes():
+    if has_modes():
         return "a mode must see each operation of PyTorch"
     if torch.is_autocast_enabled(model.device.type):
         return AUTOCAST
@@ -633,106 +624,6 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
     return "its cache has a window, and the forward makes the mask itself"
 
 
-# ---- state of a model -----------------------------------------------------------------------------
-# The parts of a model that a forward reads on the host. A CUDA graph repeats what they were at its capture.
-
-_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-
-
-def _submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module and all modules inside it, each once; ``model.modules()`` takes three times as long."""
-    found, seen = [model], {id(model)}
-    for module in found:  # it grows
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
-
-
-def _state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return tensors and settings of modules, for comparison with a later state.
-
-    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
-    numbers, names, flags and functions, such as the adapter in use.
-    """
-    tensors, settings = list[Any](), list[Any]()
-    for module in modules:
-        for held in (module._parameters, module._buffers):
-            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
-        settings.append(type(module))
-        _add_settings(vars(module), settings)
-    for config in configs:
-        _add_settings(vars(config), settings)
-    return tensors, settings
-
-
-def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
-    for name, value in attributes.items():
-        if name in _OF_EVERY_MODULE:
-            continue
-        if type(value) in _PLAIN or isinstance(value, _CODE):
-            settings += name, value
-        elif type(value) in (list, tuple, dict, set) and value:
-            members = list(value.items() if type(value) is dict else value)
-            flat = [one for pair in members for one in pair] if type(value) is dict else members
-            if all(type(one) in _PLAIN for one in flat):
-                settings += name, members
-
-
-def _has_modes() -> bool:
-    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(type(mode) is not DeviceContext for mode in modes)
-
-
-# ---- capture --------------------------------------------------------------------------------------
-
-
-def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """Return the tensors of the inputs, and what else decides the course of a forward, as a key.
-
-    It runs for each token, so it walks through the inputs itself.
-    """
-    tensors: list[torch.Tensor] = []
-    form: list[Any] = []
-    _add(inputs, tensors, form)
-    return tensors, tuple(form)
-
-
-def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]) -> None:
-    for name, value in inputs.items():
-        if name in HELD:
-            continue
-        form.append(name)
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            form += value.shape, value.stride(), value.dtype, value.device
-        elif value is None or type(value) in (bool, int, str):
-            form += type(value), value
-        elif type(value) in (dict, list, tuple):
-            form += type(value), len(value)
-            _add(value if type(value) is dict else dict(enumerate(value)), tensors, form)
-        else:
-            form.append(repr(value))
-
-
-def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
-    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`_split` does."""
-    if isinstance(inputs, torch.Tensor):
-        kept.append(inputs.clone())
-        return kept[-1]
-    if type(inputs) is dict:
-        return {name: copied(value, kept) for name, value in inputs.items() if name not in HELD}
-    if type(inputs) in (list, tuple):
-        return type(inputs)(copied(value, kept) for value in inputs)
-    return inputs
-
-
 def _with_next_inputs(capture: Capture) -> Capture:
     """Return a capture whose graphs end with the inputs of the next step."""
 
@@ -741,18 +632,3 @@ def _with_next_inputs(capture: Capture) -> Capture:
         return replace(capture(forward, inputs), following=forward.following)
 
     return capture_both
-
-
-_capturing = threading.Lock()
-
-
-def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-    """Capture a forward; its inputs are copies, which a replay reads again."""
-    kept: list[torch.Tensor] = []
-    given = copied(dict(inputs), kept)
-    graph = torch.cuda.CUDAGraph()
-    held = {name: inputs[name] for name in HELD if name in inputs}
-    where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
-    with _capturing, where, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = model(**given, **held)
-    return CapturedForward(graph.replay, kept, outputs)

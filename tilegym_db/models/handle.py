@@ -18,6 +18,7 @@ from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import CapturedCall, ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.forward_graphs import ForwardGraphs
 from tilegym_db.models.found import (
     LIBRARY,
     FunctionOverrides,
@@ -86,6 +87,7 @@ class Handle:
         self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
+        self._forwards: ForwardGraphs | None = None
         self._products: Products | None = None
         self._writes: CallSite | None = None
 
@@ -96,12 +98,24 @@ class Handle:
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 
+    def run_in_graphs(self, model: Module) -> None:
+        """Run forwards that the caller makes in CUDA graphs, if the model is one of transformers and on one GPU."""
+        if ForwardGraphs.fits(model):
+            self._forwards = ForwardGraphs(model, replayed=self._replays)
+            self._forwards.install()
+            self._changed.append((model, self._forwards.ours))
+
+    @property
+    def _replays(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return replayed if self._products is None else self._products.replayed
+
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
-        replays = replayed if self._products is None else self._products.replayed
-        self._decoding = Decoding.of(model, replays, self._writes)
-        if self._decoding is not None and self._decoding.ours is not None:
-            self._changed.append((model, self._decoding.ours))
+        self._decoding = decoding = Decoding.of(model, self._replays, self._writes)
+        if decoding is not None and decoding.ours is not None:
+            self._changed.append((model, decoding.ours))
+            if self._forwards is not None:
+                self._forwards.is_left_out = lambda: bool(decoding.generations)
 
     def add_products(self, products: Products) -> None:
         """Add the products of linear layers, which ask for kernels only inside the graphs of ``generate``."""
@@ -152,10 +166,13 @@ class Handle:
             self.profile(profile)
         sites = tuple(self._reported(*pair) for pair in self._sites)
         decoding = None if self._decoding is None else self._decoding.report()
+        forwards = None if self._forwards is None else self._forwards.report()
         note = self._note or why_fit(site.reason for site in sites)
         served = dict.fromkeys(site.module_class for site in sites if site.definition and not site.reason)
         added = () if self.newcomers is None else self.newcomers.of_classes(served)
-        return PatchReport(sites, self._gpu_time, self._quantised, note, (*added, *self.undescribed), decoding)
+        return PatchReport(
+            sites, self._gpu_time, self._quantised, note, (*added, *self.undescribed), decoding, forwards
+        )
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:
@@ -222,8 +239,9 @@ class Handle:
             UsageError: other code changed the class of a module after the patch. These modules run their original code but
                 keep their class; all others are restored.
         """
-        if self._decoding is not None:
-            self._decoding.remove()
+        for graphs in (self._decoding, self._forwards):  # the one that was installed last has its class on top
+            if graphs is not None:
+                graphs.remove()
         for _, site in self.sites:
             site.close()
             while site.shadows:

@@ -22,6 +22,7 @@ from tilegym_db.models import parts
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs, new_workloads, random_inputs
 from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.forward_graphs import ForwardGraphs
 from tilegym_db.models.found import (
     NO_DEFINITION,
     DefinitionMatch,
@@ -64,6 +65,7 @@ class PatchOptions:
     catalog: Catalog | None = None
     trust: bool = False
     graphs: bool = True
+    graph_forwards: bool = False
     check: str | None = None
     lock: str | Path | None = None
     skip_logits: bool = False
@@ -81,6 +83,7 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
     graphs: bool = True,
+    graph_forwards: bool = False,
     check: str | None = None,
     lock: str | Path | None = None,
     skip_logits: bool = False,
@@ -113,7 +116,9 @@ def patch(
             (:attr:`PatchReport.quantised`); ``fp8-reference`` does so on any device, slowly. See docs/how-to/serve-a-model.md.
         catalog: the records; by default the shipped ones and the user's overlay.
         trust: also use published traces that neither came with the package nor were published by this installation.
-        graphs: run the decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
+        graphs: run prompts and decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
+        graph_forwards: run forwards that the caller makes without gradients, ``model(**inputs)``, in CUDA graphs too
+            (:class:`ForwardGraphs`).
         check: ``first`` checks the kernel of the nearest measured size at the first call of a size that was not measured. It
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
@@ -132,7 +137,19 @@ def patch(
         RecordError: ``lock`` is no lock.
     """
     options = PatchOptions(
-        ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock, skip_logits, require
+        ops,
+        dry_run,
+        verify,
+        inputs,
+        quantise,
+        catalog,
+        trust,
+        graphs,
+        graph_forwards,
+        check,
+        lock,
+        skip_logits,
+        require,
     )
     _undo_earlier(model)
     handle = patch_what_fits(model, options)
@@ -213,7 +230,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 
 
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
-    served = PublishedTables(records, "replay" if options.graphs and Decoding.fits(model) else "call")
+    served = PublishedTables(records, "replay" if _has_replays(model, options) else "call")
     handle = Handle()
     handle.required = records.required
     handle.undescribed = undescribed(model, found)
@@ -248,12 +265,19 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
                 for part in found
             }
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
+        if options.graph_forwards and not options.dry_run:
+            handle.run_in_graphs(model)
         if options.graphs and not options.dry_run:
             handle.decode_in_graphs(model)
     except BaseException:
         handle.unpatch()
         raise
     return handle
+
+
+def _has_replays(model: torch.nn.Module, options: PatchOptions) -> bool:
+    """Return True if graphs may replay forwards of the model."""
+    return (options.graphs and Decoding.fits(model)) or (options.graph_forwards and ForwardGraphs.fits(model))
 
 
 @contextlib.contextmanager

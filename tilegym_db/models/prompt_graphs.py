@@ -18,13 +18,23 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilegym_db.models.fixed_cache import bytes_of, first_line
+from tilegym_db.models.graphs import (
+    TIMED_REPLAYS,
+    Capture,
+    GraphedCall,
+    Patience,
+    Stopwatch,
+    numerics_now,
+    stopwatch_of_events,
+    undisturbed,
+    why_changed,
+)
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
 
 MAX_TOKENS = 4096
@@ -40,11 +50,6 @@ MEMORY_SHARE = 0.1
 MIN_STEP = 16
 EAGER_RUNS = 2
 """Prompts of a size that run as before, and are timed. The first one also loads kernels."""
-TIMED_REPLAYS = 2
-MAX_EAGER_RUNS = 64
-"""Prompts of a size that run as before if earlier graphs were dropped too soon, or if there was no memory for one."""
-PAYS = 8
-"""Replays that are worth the proof and the capture of a graph."""
 KEEP = "logits_to_keep"
 KNOWN = frozenset((*DECODER, *CACHES, KEEP, "use_cache", RETURN))
 """Inputs of a prompt that are understood."""
@@ -61,12 +66,6 @@ GROWING = (
 EMPTY = "DummyLayer"
 """Class of the layers of a cache that never have keys, because the model takes those of other layers."""
 _MARK = "_tilegym_db_kind"
-
-Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
-"""(forward, tensors by name) -> the forward, captured."""
-
-Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
-"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: milliseconds, or None if unknown yet."""
 
 
 def size_of(tokens: int) -> int:
@@ -85,46 +84,16 @@ def _step_of(tokens: int) -> int:
 
 
 @dataclass
-class PromptSize:
-    """Prompts of one size: how they have run so far, and their graph."""
+class PromptSize(GraphedCall):
+    """Prompts of one size."""
 
-    batch: int
-    size: int
-    runs: int = 0
-    failed: str = ""
-    """The reason why this size runs as before."""
-    refused: int = 0
-    """Prompts that ran as before for that reason."""
-    retry: int = sys.maxsize
-    """The number of prompts from which on the reason does not count any more."""
-    tried: bool = False
-    """The proof has been made, whatever it showed."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from a replay to the end of the generation, which reads the memory of the graph, and while the graph changes."""
-    graph: CapturedForward | None = None
-    replays: int = 0
-    times: dict[str, list[Callable[[], float | None]]] = field(default_factory=lambda: {"eager": [], "replay": []})
+    batch: int = 0
+    size: int = 0
 
     @property
     def counted(self) -> int:
         """Tokens that a graph of this size counts for."""
         return max(self.batch * self.size, MIN_COUNTED)
-
-    def best(self, way: str, enough: int) -> float | None:
-        """Return the shortest time of a way, in milliseconds; None if fewer than enough are known."""
-        known = [time for stopped in self.times[way] if (time := stopped()) is not None]
-        return min(known) if len(known) >= enough else None
-
-    def why_slower(self) -> str:
-        """Return the reason if replays are slower than forwards were before; empty if not, or if it is not known yet."""
-        before, now = self.best("eager", 1), self.best("replay", TIMED_REPLAYS)
-        if before is None or now is None or now <= before:
-            return ""
-        return f"a replay takes {now:.2f} ms, and a forward took {before:.2f} ms"
-
-    def fail_for_now(self, reason: str) -> None:
-        """Remember a reason that may pass, such as too little memory, and when to try again."""
-        self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
 
 
 class PromptGraphs:
@@ -146,7 +115,7 @@ class PromptGraphs:
         self._capture, self._replayed = capture, replayed
         self._stopwatch = stopwatch or stopwatch_of_events
         self._sizes: OrderedDict[Any, PromptSize] = OrderedDict()
-        self._eager_runs = EAGER_RUNS
+        self._patience = Patience(EAGER_RUNS)
         self._lock = threading.Lock()
         self._is_open = True
         self._others: Counter[str] = Counter()
@@ -156,7 +125,7 @@ class PromptGraphs:
     def clear(self) -> None:
         """Free all graphs."""
         with self._lock:
-            self._learn([one for one in self._sizes.values() if one.tried])
+            self._patience.learn([one for one in self._sizes.values() if one.tried])
             self._sizes = OrderedDict()
 
     def close(self) -> None:
@@ -216,7 +185,7 @@ class PromptGraphs:
             outputs = model(**inputs)
             known.times["eager"].append(stop())
             return outputs, None
-        if known.graph is None and known.runs <= self._eager_runs:
+        if known.graph is None and known.runs <= self._patience.runs:
             return model(**inputs), None
         stop = self._stopwatch(ids.device)  # with the look at the mask, which waits for the device
         sees_all = _sees_all(inputs)
@@ -238,10 +207,8 @@ class PromptGraphs:
         """Return what is known about a size that has one prompt more, and forget the one used least if there are too many."""
         names = tuple(sorted(name for name, value in inputs.items() if value is not None))
         key = batch, size, fills, names, torch.is_inference_mode_enabled(), numerics_now()
-        known = self._sizes.pop(key, None) or PromptSize(batch, size)
-        known.runs += 1
-        if known.runs >= known.retry:
-            known.failed, known.retry = "", sys.maxsize
+        known = self._sizes.pop(key, None) or PromptSize(batch=batch, size=size)
+        known.count()
         if self._is_open:
             self._sizes[key] = known
         if len(self._sizes) > MAX_SIZES:
@@ -256,15 +223,9 @@ class PromptGraphs:
             for one in others:
                 if held > MAX_HELD and one.lock.acquire(blocking=False):  # else a generation reads its memory
                     held -= one.counted
-                    self._learn([one])
+                    self._patience.learn([one])
                     one.graph, one.replays, one.runs = None, 0, EAGER_RUNS
                     one.lock.release()
-
-    def _learn(self, dropped: list[PromptSize]) -> None:
-        """Decide how long the next graphs wait, from what those that are dropped were worth."""
-        paid = sum(one.replays for one in dropped) >= PAYS * len(dropped)
-        if dropped:
-            self._eager_runs = EAGER_RUNS if paid else min(2 * self._eager_runs, MAX_EAGER_RUNS)
 
     def _from_graph(self, known: PromptSize, model: Any, inputs: dict[str, Any], fills: bool, stop: Any) -> Any:
         """Return the outputs of a replay, or None: the first call loads kernels and proves, the second captures."""
@@ -274,11 +235,18 @@ class PromptGraphs:
             known.failed, known.graph = slower, None
             return None
         if known.graph is None:
-            forward = functools.partial(_forward, model, _with_own_cache(inputs))
+            name = cache_of(inputs)
+            own = {**inputs, name: begun_on(inputs[name], inputs[DECODER.ids].device)}
+            forward = functools.partial(_forward, model, own)
             try:
-                with self._replayed():
+                with undisturbed(inputs[DECODER.ids].device), self._replayed():
                     if not known.tried:
-                        known.failed = why_changed(model, lambda: _why_not_proven(forward, inputs, known.size, fills))
+                        known.failed = why_changed(
+                            model,
+                            lambda: (
+                                _why_mask_matters(model, own) or _why_not_proven(forward, inputs, known.size, fills)
+                            ),
+                        )
                         known.tried = True
                         return None
                     self._make_room(known)
@@ -381,23 +349,6 @@ def why_not_outputs(outputs: Any, unread: tuple[str, ...] = ()) -> str:
     return "" if outputs.get(cache_of(outputs)) is not None else "the model returns no cache"
 
 
-def numerics_now() -> tuple[Any, ...]:
-    """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
-    cuda: Any = torch.backends.cuda
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.enabled,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-
-
 def _sees_all(inputs: Mapping[str, Any]) -> bool:
     """Return True if no token is hidden, and positions count from 0. It waits for the device."""
     ids, mask, positions = (inputs.get(name) for name in DECODER)
@@ -424,18 +375,22 @@ def _filled_up(inputs: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
     return given
 
 
-def _with_own_cache(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with a copy of the empty cache, whose tensors are on the device: a capture cannot bring them there."""
-    name, device = cache_of(inputs), inputs[DECODER.ids].device
-    cache: Any = copy.deepcopy(inputs[name])
-    for layer in cache.layers:
+def begun_on(cache: Any, device: torch.device) -> Any:
+    """Return a copy of an empty cache whose tensors are on the device: a capture cannot bring them there."""
+    own = copy.deepcopy(cache)
+    for layer in own.layers:
         for attribute, value in vars(layer).items():
             if isinstance(value, torch.Tensor):
                 setattr(layer, attribute, value.to(device))
         if type(layer).__name__ in GROWING:
             kind: Any = type(layer)
             layer.__class__ = _beginning_on_device(kind)
-    return {**inputs, name: cache}
+    return own
+
+
+def original_class(layer: Any) -> Any:
+    """Return the class of a layer in transformers, whether :func:`begun_on` made it or not."""
+    return getattr(layer, _MARK, type(layer))
 
 
 @functools.cache
@@ -486,6 +441,20 @@ def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size
     return ""
 
 
+def _why_mask_matters(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Return the reason if a forward without the mask, which hides nothing, is another one; empty if it has the same bits."""
+    if inputs.get(DECODER.mask) is None:
+        return ""
+    name, tokens = cache_of(inputs), inputs[DECODER.ids].shape[1]
+    one, other = (
+        model(**{**inputs, DECODER.mask: mask, name: copy.deepcopy(inputs[name])})
+        for mask in (inputs[DECODER.mask], None)
+    )
+    if reason := why_not_outputs(one):
+        return reason
+    return "" if _are_same_before(tokens, -1, one, other) else "it computes something else without a mask"
+
+
 def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
     """Return True if the first tokens left the same keys and values, and the logits of one of them are the same."""
     pairs = [(one["logits"][:, row], other["logits"][:, row])]
@@ -493,37 +462,6 @@ def _are_same_before(seen: int, row: int, one: Any, other: Any) -> bool:
         if isinstance(layer.keys, torch.Tensor):
             pairs += (layer.keys, second.keys), (layer.values, second.values)
     return all(torch.equal(kept, found) for kept, found in pairs)
-
-
-def why_changed(model: Any, decide: Callable[[], str]) -> str:
-    """Return the reason that a decision gives, or that its forwards put something else into modules, which a replay does not do.
-
-    What they put there is taken out again.
-    """
-    places = [place for module in model.modules() for place in (vars(module), module._buffers)]
-    before = [dict(place) for place in places]
-    try:
-        reason = decide()
-    finally:
-        changed = [name for place, was in zip(places, before, strict=True) for name in _put_back(place, was)]
-    return reason or (f"its forward changes {', '.join(sorted({*changed}))} of its modules" if changed else "")
-
-
-def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
-    """Make the members of a dictionary those of before, and return the names of those that were not."""
-    changed = [name for name in {*place, *was} if not _is_same(place.get(name, place), was.get(name, was))]
-    for name in changed:
-        if name in was:
-            place[name] = was[name]
-        else:
-            del place[name]
-    return changed
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
-        return True
-    return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
 
 
 def _bytes_of(outputs: Any) -> int:
@@ -539,7 +477,7 @@ def _layers(outputs: Any, tokens: int) -> list[Any]:
 
 def _first_tokens(layer: Any, tokens: int) -> Any:
     own = copy.copy(layer)
-    own.__class__ = getattr(layer, _MARK, type(layer))
+    own.__class__ = original_class(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict | list):
             setattr(own, name, copy.copy(value))  # a generation puts other tensors into it
@@ -548,18 +486,3 @@ def _first_tokens(layer: Any, tokens: int) -> Any:
         if isinstance(getattr(layer, "cumulative_length", None), int):
             own.cumulative_length = tokens
     return own
-
-
-def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float | None]]:
-    """Measure what is launched on a GPU until the result is called. See :data:`Stopwatch`."""
-    if device.type != "cuda":  # graphs of another kind, which are not timed
-        return lambda: lambda: None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    stream = torch.cuda.current_stream(device)
-    begin.record(stream)
-
-    def stop() -> Callable[[], float | None]:
-        end.record(stream)
-        return lambda: begin.elapsed_time(end) if end.query() else None  # type: ignore[no-untyped-call]
-
-    return stop

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import UsageError
 from tilegym_db.models.decoding import DecodingReport
+from tilegym_db.models.forward_graphs import ForwardReport
 from tilegym_db.models.found import Undescribed
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.proof import Proof, QuantisationReport
@@ -76,7 +77,8 @@ class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
-    ``decoding`` reports the CUDA graphs of ``generate``; it is None for a model without them.
+    ``decoding`` reports the CUDA graphs of ``generate``, and ``forwards`` those of the caller's forwards; each is None for a
+    model without them.
     ``undescribed`` are the other modules that compute, by class. ``note`` says so if ``verify=True`` proved nothing, because the
     model asked for no kernel, or if nothing is published for the GPU.
     """
@@ -87,6 +89,7 @@ class PatchReport:
     note: str = ""
     undescribed: tuple[Undescribed, ...] = ()
     decoding: DecodingReport | None = None
+    forwards: ForwardReport | None = None
 
     @property
     def kernel_calls(self) -> int:
@@ -134,7 +137,8 @@ class PatchReport:
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
         noted = {"note": self.note} if self.note else {}
         others = {"undescribed": [one._asdict() for one in self.undescribed]} if self.undescribed else {}
-        decoding = {} if self.decoding is None else {"decoding": asdict(self.decoding)}
+        graphs = {"decoding": self.decoding, "forwards": self.forwards}
+        decoding = {name: asdict(one) for name, one in graphs.items() if one is not None}
         sites = [asdict(site) for site in self.sites]
         return {"sites": sites, **others, **profiled, **quantised, **noted, **decoding}
 
@@ -251,8 +255,9 @@ class PatchReport:
                 console.print(self.table())
             if any(site.proofs for site in self.sites):
                 console.print(self.proof_table())
-            if self.decoding is not None:
-                console.print(self.decoding.summary(), highlight=False)
+            for graphs in (self.decoding, self.forwards):
+                if graphs is not None:
+                    console.print(graphs.summary(), highlight=False)
             if self.note:
                 console.print(self.note, highlight=False)
             if self.gpu_time is not None:

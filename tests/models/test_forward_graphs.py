@@ -1,0 +1,426 @@
+"""Forwards in graphs give what stock gives, or run as before and say why.
+
+Without a GPU a graph is a forward that runs again, with its results in the memory of the first run.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from decoding_models import CONFIGS, made, prompt
+from host_graphs import NoWaiting, capturing
+
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED
+from tilegym_db.models.forward_graphs import (
+    EAGER_RUNS,
+    IN_USE,
+    MAX_FAILURES,
+    MAX_MS,
+    ForwardGraphs,
+    copied_outputs,
+)
+from tilegym_db.models.graphs import copied
+from tilegym_db.models.next_inputs import CapturedForward
+
+UNTIL_REPLAY = EAGER_RUNS + 2
+"""Forwards of a form before the first one that is a replay: timed ones, that of the proof and that of the capture."""
+ENCODER = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+ENCODERS: dict[str, Callable[[], Any]] = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**ENCODER)),
+    "bert_labels": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER, num_labels=3)),
+    "roberta": lambda: transformers.RobertaForTokenClassification(transformers.RobertaConfig(**ENCODER)),
+    "modernbert": lambda: transformers.ModernBertModel(
+        transformers.ModernBertConfig(**ENCODER, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1)
+    ),
+    "distilbert": lambda: transformers.DistilBertModel(
+        transformers.DistilBertConfig(vocab_size=97, dim=64, hidden_dim=96, n_layers=2, n_heads=4)
+    ),
+}
+
+
+def tensors_in(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, Mapping):
+        return [one for value in outputs.values() for one in tensors_in(value)]
+    if isinstance(outputs, list | tuple):
+        return [one for value in outputs for one in tensors_in(value)]
+    layers = getattr(outputs, "layers", [])
+    return [one for layer in layers for one in tensors_in(list(vars(layer).values()))]
+
+
+def again(forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+    kept: list[torch.Tensor] = []
+    given = copied(dict(inputs), kept)
+    with NoWaiting(), capturing():
+        outputs = forward(**given)
+    for value in tensors_in(outputs):
+        value.zero_()  # a capture computes nothing
+
+    def replay() -> None:
+        with NoWaiting(), capturing():
+            found = forward(**given)
+        for value, new in zip(tensors_in(outputs), tensors_in(found), strict=True):
+            value.copy_(new)
+
+    return CapturedForward(replay, kept, outputs)
+
+
+def watch(*times: float) -> Any:
+    left = list(times)
+
+    def start(device: torch.device) -> Any:
+        def stop() -> Any:
+            time = left.pop(0) if left else 1.0
+            return lambda: time
+
+        return stop
+
+    return start
+
+
+def in_graphs(model: Any, *times: float) -> ForwardGraphs:
+    graphs = ForwardGraphs(model, again, stopwatch=watch(*times))
+    graphs.install()
+    return graphs
+
+
+def encoder(name: str = "bert") -> Any:
+    torch.manual_seed(0)
+    return ENCODERS[name]().eval()
+
+
+def ids(seed: int, batch: int = 2, tokens: int = 7) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = tensors_in(one), tensors_in(other)
+    return len(pairs[0]) == len(pairs[1]) > 0 and all(map(torch.equal, *pairs))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("masked", ["nothing", "ones", "hidden"])
+def test_replays_of_encoders_are_forwards(name, masked):
+    stock, model = encoder(name), encoder(name)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 3):
+        inputs = {"input_ids": ids(seed)}
+        if masked != "nothing":
+            inputs["attention_mask"] = torch.ones(2, 7, dtype=torch.long)
+        if masked == "hidden":
+            inputs["attention_mask"][0, 7 - 1 - seed % 4 :] = 0
+        assert same(model(**inputs), stock(**inputs))
+    report = graphs.report()
+    assert (report.captured, report.replayed) == (1, 3), report.stock
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_replays_of_decoders_are_forwards(name, use_cache):
+    stock, model = made(name), made(name)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        given = prompt(2, 11, seed)
+        found, expected = model(given, use_cache=use_cache), stock(given, use_cache=use_cache)
+        assert same(found, expected)
+        assert type(found) is type(expected)
+    report = graphs.report()
+    assert (report.captured, report.replayed) == (1, 2), report.stock
+
+
+def test_a_cache_of_a_replay_goes_on_as_that_of_stock():
+    stock, model = made(), made()
+    in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        first, expected = (one(prompt(2, 11, seed)) for one in (model, stock))
+    token = prompt(2, 1, 5)
+    found = model(token, past_key_values=first.past_key_values)
+    assert same(found, stock(token, past_key_values=expected.past_key_values))
+    assert list(map(type, found.past_key_values.layers)) == list(map(type, expected.past_key_values.layers))
+
+
+def test_outputs_stay_as_they_were_after_later_replays():
+    model = encoder()
+    in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed))
+    first = model(ids(0))
+    kept = copied_outputs(first)
+    model(ids(1))
+    assert same(first, kept)
+
+
+@pytest.mark.parametrize("change", ["data", "parameter", "setting", "hook", "in place"])
+def test_a_changed_model_is_never_answered_by_an_old_graph(change):
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    assert graphs.report().replayed == 1
+    for one in (stock, model):
+        dense = one.encoder.layer[0].output.dense
+        if change == "data":
+            dense.weight.data = dense.weight.data * 2
+        elif change == "parameter":
+            dense.weight = torch.nn.Parameter(dense.weight * 2)
+        elif change == "setting":
+            one.encoder.layer[0].output.LayerNorm.eps = 0.5
+        elif change == "hook":
+            dense.register_forward_hook(lambda module, args, output: output * 2)
+        else:
+            dense.weight.mul_(2)
+    assert same(model(ids(9)), stock(ids(9)))
+
+
+def test_other_shapes_and_options_have_their_own_graphs():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    calls = [{"input_ids": ids(1)}, {"input_ids": ids(2, 1, 5)}, {"input_ids": ids(3), "return_dict": False}]
+    for _ in range(UNTIL_REPLAY + 1):
+        for inputs in calls:
+            assert same(model(**inputs), stock(**inputs))
+    assert graphs.report().captured == len(calls)
+
+
+def test_positional_and_named_inputs_are_one_form():
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed)) if seed % 2 else model(input_ids=ids(seed))
+    assert (graphs.report().captured, graphs.report().replayed) == (1, 2)
+
+
+def test_padding_without_a_hiding_mask_keeps_the_mask():
+    """A model may find padding in the tokens if it has no mask."""
+    stock, model = encoder("roberta"), encoder("roberta")
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        given = ids(seed)
+        given[0, -2:] = model.config.pad_token_id
+        inputs = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+        assert same(model(**inputs), stock(**inputs))
+    assert graphs.report().replayed in (0, 2)
+
+
+def test_positions_that_begin_anew_keep_the_mask():
+    """Without a mask, transformers takes such positions for several sequences in one row."""
+    stock, model = made(), made()
+    graphs = in_graphs(model)
+    mask, whole = torch.ones(2, 12, dtype=torch.long), torch.arange(12).expand(2, 12)
+    for seed in range(2 * UNTIL_REPLAY + 2):
+        positions = whole if seed <= UNTIL_REPLAY else whole % 6
+        given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        assert same(model(prompt(2, 12, seed), **given), stock(prompt(2, 12, seed), **given))
+    assert graphs.report().replayed >= 1
+
+
+def test_a_mask_that_hides_nothing_may_make_a_difference():
+    stock, model = encoder(), encoder()
+    for one in (stock, model):
+        of_class = type(one)
+
+        def forward(self: Any, input_ids: Any, attention_mask: Any = None, of_class: Any = of_class) -> Any:
+            found = of_class.forward(self, input_ids, attention_mask)
+            found.last_hidden_state += attention_mask is not None
+            return found
+
+        one.__class__ = type(of_class.__name__, (of_class,), {"forward": forward})
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        for more in ({}, {"attention_mask": torch.ones_like(ids(0))}):
+            assert same(model(ids(seed), **more), stock(ids(seed), **more))
+    assert graphs.report().replayed == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "way"),
+    [
+        (NEEDS_GRAD, lambda model: torch.enable_grad()(lambda: model(ids(0)))()),
+        (IN_TRAINING, lambda model: model.train()(ids(0))),
+        (AUTOCAST, lambda model: _autocast(model)),
+        (TRACED, lambda model: torch.func.vmap(lambda one: model(one).last_hidden_state)(ids(0)[None])),
+        ("it has past_key_values", lambda model: model(ids(0), past_key_values=transformers.DynamicCache())),
+        ("it has no tensor", lambda model: _refused(model)),
+    ],
+)
+def test_a_forward_without_a_graph_has_its_reason(reason, way):
+    model = encoder()
+    graphs = in_graphs(model)
+    way(model)
+    assert graphs.report().stock == {reason: 1}
+
+
+def _refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="input_ids"):
+        model()
+
+
+def _autocast(model: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(ids(0))
+
+
+def test_forwards_of_a_generation_are_left_out():
+    model = made()
+    graphs = in_graphs(model)
+    graphs.is_left_out = lambda: True
+    model.generate(prompt(1, 5), max_new_tokens=6)
+    assert graphs.report().stock == {}
+    assert not graphs._forms
+
+
+def test_slow_replays_end_the_graph():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model, 1.0, 1.0, 3.0, 3.0)
+    for seed in range(UNTIL_REPLAY + 4):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert graphs.report().replayed == 2
+    assert list(graphs.report().stock) == ["a replay takes 3.00 ms, and a forward took 1.00 ms"]
+
+
+def test_long_forwards_are_not_captured():
+    model = encoder()
+    graphs = in_graphs(model, MAX_MS + 1, MAX_MS + 2)
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed))
+    assert graphs.report().captured == 0
+    assert sum(graphs.report().stock.values()) == 3
+
+
+def test_what_reads_tensors_on_the_host_runs_as_before():
+    stock, model = encoder(), encoder()
+    for one in (stock, model):
+        of_class = type(one.encoder)
+        one.encoder.__class__ = type("Reading", (of_class,), {"forward": _reading(of_class.forward)})
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert graphs.report().captured == graphs.report().replayed == 0
+
+
+def _reading(forward: Any) -> Any:
+    def read(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, hidden if hidden.sum().item() > 0 else hidden * 2, *args, **kwargs)
+
+    return read
+
+
+def noisy() -> Any:
+    """Return an encoder whose forward draws random numbers."""
+    model = encoder()
+    of_class = type(model.encoder)
+
+    def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return of_class.forward(self, hidden + torch.rand_like(hidden), *args, **kwargs)
+
+    model.encoder.__class__ = type("Noisy", (of_class,), {"forward": forward})
+    return model
+
+
+def test_random_numbers_are_those_of_stock():
+    def found(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        return [model(ids(0)).last_hidden_state for _ in range(UNTIL_REPLAY + 2)]
+
+    model = noisy()
+    graphs = in_graphs(model)
+    assert all(map(torch.equal, found(model), found(noisy())))
+    assert graphs.report().captured == 0
+
+
+def test_after_some_failures_no_form_is_tried():
+    model = encoder()
+    graphs = ForwardGraphs(model, lambda *_: pytest.fail("no capture"), stopwatch=watch(*[MAX_MS + 1] * 99))
+    graphs.install()
+    for tokens in range(5, 5 + MAX_FAILURES + 1):
+        for _ in range(UNTIL_REPLAY):
+            model(ids(0, 1, tokens))
+    assert graphs.report().stock[f"the first {MAX_FAILURES} forms of inputs had no graph"] > 0
+
+
+def test_a_second_thread_runs_as_before_while_a_replay_runs():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed))
+    with graphs._running:
+        found: list[Any] = []
+
+        def other() -> None:
+            with torch.no_grad():
+                found.append(model(ids(8)))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert same(found[0], stock(ids(8)))
+    assert graphs.report().stock == {IN_USE: 1}
+
+
+def test_copies_and_removal_run_as_before():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    other = copy.deepcopy(model)
+    assert type(other) is type(stock)
+    kept = type(model).forward
+    graphs.remove()
+    assert type(model) is type(stock)
+    assert same(kept(model, ids(3)), stock(ids(3)))
+    assert graphs.report().stock == {UNPATCHED: 1}
+
+
+def test_compiled_code_has_the_own_forward():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(UNTIL_REPLAY + 1):
+        assert same(compiled(ids(0)), stock(ids(0)))
+    assert graphs.report().captured == 0
+
+
+def test_one_tensor_twice_in_outputs_is_one_in_the_copy():
+    value = torch.ones(3)
+    found = copied_outputs({"one": value, "both": (value, value)})
+    assert found["one"] is found["both"][0] is found["both"][1]
+    assert found["one"] is not value
+
+
+def test_interrupted_capture_is_tried_again():
+    model, stock = encoder(), encoder()
+    graphs = in_graphs(model)
+    capture, left = graphs._capture, [KeyboardInterrupt()]
+
+    def interrupted(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return capture(*args)
+
+    graphs._capture = interrupted
+    for seed in range(UNTIL_REPLAY - 1):
+        model(ids(seed))
+    with pytest.raises(KeyboardInterrupt):
+        model(ids(3))
+    for seed in range(3):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert graphs.report().replayed == 2

@@ -1,0 +1,301 @@
+"""CUDA graphs of forwards: how they are captured, what they take from the host, and when they pay off.
+
+A graph repeats what the host did at its capture. So a model has none while something must run on the host, such as a hook, and
+its graphs are dropped once the model has other weights or settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from tilegym_db.models.call_site import has_hooks
+from tilegym_db.models.next_inputs import HELD, CapturedForward
+
+TIMED_REPLAYS = 2
+PAYS = 8
+"""Replays that are worth the proof and the capture of a graph."""
+MAX_EAGER_RUNS = 64
+"""Forwards that run as before if earlier graphs were dropped too soon, or if there was no memory for one."""
+
+
+@dataclass
+class GraphedCall:
+    """Forwards of one form, such as a size: how they have run so far, and their graph."""
+
+    runs: int = 0
+    failed: str = ""
+    """The reason why these forwards run as before."""
+    refused: int = 0
+    """Forwards that ran as before for that reason."""
+    retry: int = sys.maxsize
+    """The number of forwards from which on the reason does not count any more."""
+    tried: bool = False
+    """The proof has been made, whatever it showed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the graph changes, and as long as its memory is read."""
+    graph: CapturedForward | None = None
+    replays: int = 0
+    times: dict[str, list[Callable[[], float | None]]] = field(default_factory=lambda: {"eager": [], "replay": []})
+
+    def best(self, way: str, enough: int) -> float | None:
+        """Return the shortest time of a way, in milliseconds; None if fewer than enough are known."""
+        known = [time for stopped in self.times[way] if (time := stopped()) is not None]
+        return min(known) if len(known) >= enough else None
+
+    def why_slower(self) -> str:
+        """Return the reason if replays are slower than forwards were before; empty if not, or if it is not known yet."""
+        before, now = self.best("eager", 1), self.best("replay", TIMED_REPLAYS)
+        if before is None or now is None or now <= before:
+            return ""
+        return f"a replay takes {now:.2f} ms, and a forward took {before:.2f} ms"
+
+    def fail_for_now(self, reason: str) -> None:
+        """Remember a reason that may pass, such as too little memory, and when to try again."""
+        self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
+
+    def count(self) -> None:
+        """Count one forward more, and forget a reason that has lasted long enough."""
+        self.runs += 1
+        if self.runs >= self.retry:
+            self.failed, self.retry = "", sys.maxsize
+
+
+class Patience:
+    """The number of forwards of a form that run as before. It grows if graphs were dropped before they had paid off."""
+
+    def __init__(self, runs: int) -> None:
+        """Begin with the least number of forwards."""
+        self._least = self.runs = runs
+
+    def learn(self, dropped: list[GraphedCall]) -> None:
+        """Decide how long the next graphs wait, from what those that are dropped were worth."""
+        paid = sum(one.replays for one in dropped) >= PAYS * len(dropped)
+        if dropped:
+            self.runs = self._least if paid else min(2 * self.runs, MAX_EAGER_RUNS)
+
+
+Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
+"""(forward, inputs by name) -> the forward, captured."""
+
+Stopwatch = Callable[[torch.device], Callable[[], Callable[[], float | None]]]
+"""``stopwatch(device)`` starts one, and its result stops it. That returns a function: milliseconds, or None if unknown yet."""
+
+
+def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float | None]]:
+    """Measure what is launched on a GPU until the result is called. See :data:`Stopwatch`."""
+    if device.type != "cuda":  # graphs of another kind, which are not timed
+        return lambda: lambda: None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+
+    def stop() -> Callable[[], float | None]:
+        end.record(stream)
+        return lambda: begin.elapsed_time(end) if end.query() else None  # type: ignore[no-untyped-call]
+
+    return stop
+
+
+# ---- state of a model -----------------------------------------------------------------------------
+# The parts of a model that a forward reads on the host. A CUDA graph repeats what they were at its capture.
+
+PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a module and all modules inside it, each once; ``model.modules()`` takes three times as long."""
+    found, seen = [model], {id(model)}
+    for module in found:  # it grows
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return tensors and settings of modules, for comparison with a later state.
+
+    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
+    numbers, names, flags and functions, such as the adapter in use.
+    """
+    tensors, settings = list[Any](), list[Any]()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
+        settings.append(type(module))
+        _add_settings(vars(module), settings)
+    for config in configs:
+        _add_settings(vars(config), settings)
+    return tensors, settings
+
+
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+    for name, value in attributes.items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        if type(value) in PLAIN or isinstance(value, _CODE):
+            settings += name, value
+        elif type(value) in (list, tuple, dict, set) and value:
+            members = list(value.items() if type(value) is dict else value)
+            flat = [one for pair in members for one in pair] if type(value) is dict else members
+            if all(type(one) in PLAIN for one in flat):
+                settings += name, members
+
+
+def state_or_reason(model: torch.nn.Module, kind: str) -> tuple[Any, str]:
+    """Return what the forwards of a model read on the host, and the reason why none may be a replay now; empty if they may.
+
+    Args:
+        model: of transformers, or another module.
+        kind: of the device that its graphs are for, such as cuda.
+    """
+    modules = submodules(model)
+    if any([has_hooks(module) for module in modules]):
+        return None, "modules have hooks"
+    now = next((parameter.device.type for parameter in model.parameters()), "")
+    if now != kind:
+        return None, f"the model has moved from {kind} to {now}"
+    config: Any = getattr(model, "config", None)
+    configs = [] if config is None else [config]
+    if hasattr(config, "get_text_config"):
+        configs.append(config.get_text_config(decoder=True))
+    return state_of(modules, configs), ""
+
+
+def numerics_now() -> tuple[Any, ...]:
+    """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
+    cuda: Any = torch.backends.cuda
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def has_modes() -> bool:
+    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def undisturbed(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context whose forwards take no random numbers from those that the caller gets."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def why_changed(model: Any, decide: Callable[[], str]) -> str:
+    """Return the reason that a decision gives, or that its forwards put something else into modules, which a replay does not do.
+
+    What they put there is taken out again.
+    """
+    places = [place for module in model.modules() for place in (vars(module), module._buffers)]
+    before = [dict(place) for place in places]
+    try:
+        reason = decide()
+    finally:
+        changed = [name for place, was in zip(places, before, strict=True) for name in _put_back(place, was)]
+    return reason or (f"its forward changes {', '.join(sorted({*changed}))} of its modules" if changed else "")
+
+
+def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
+    """Make the members of a dictionary those of before, and return the names of those that were not."""
+    changed = [name for name in {*place, *was} if not _is_same(place.get(name, place), was.get(name, was))]
+    for name in changed:
+        if name in was:
+            place[name] = was[name]
+        else:
+            del place[name]
+    return changed
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
+        return True
+    return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
+
+
+# ---- capture --------------------------------------------------------------------------------------
+
+
+def split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Return the tensors of the inputs, and what else decides the course of a forward, as a key.
+
+    It runs for each token, so it walks through the inputs itself.
+    """
+    tensors: list[torch.Tensor] = []
+    form: list[Any] = []
+    _add(inputs, tensors, form)
+    return tensors, tuple(form)
+
+
+def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]) -> None:
+    for name, value in inputs.items():
+        if name in HELD:
+            continue
+        form.append(name)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            form += value.shape, value.stride(), value.dtype, value.device
+        elif value is None or type(value) in (bool, int, str):
+            form += type(value), value
+        elif type(value) in (dict, list, tuple):
+            form += type(value), len(value)
+            _add(value if type(value) is dict else dict(enumerate(value)), tensors, form)
+        else:
+            form.append(repr(value))
+
+
+def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
+    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`_split` does."""
+    if isinstance(inputs, torch.Tensor):
+        kept.append(inputs.clone())
+        return kept[-1]
+    if type(inputs) is dict:
+        return {name: copied(value, kept) for name, value in inputs.items() if name not in HELD}
+    if type(inputs) in (list, tuple):
+        return type(inputs)(copied(value, kept) for value in inputs)
+    return inputs
+
+
+_capturing = threading.Lock()
+
+
+def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> CapturedForward:
+    """Capture a forward; its inputs are copies, which a replay reads again.
+
+    Args:
+        model: the forward.
+        inputs: by name.
+        pool: the memory of other graphs, none of which runs at the same time; by default the graph has memory for itself.
+    """
+    kept: list[torch.Tensor] = []
+    given = copied(dict(inputs), kept)
+    graph = torch.cuda.CUDAGraph()
+    held = {name: inputs[name] for name in HELD if name in inputs}
+    where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
+    with _capturing, where, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = model(**given, **held)
+    return CapturedForward(graph.replay, kept, outputs)
