@@ -1,13 +1,15 @@
 """Choose the tests that ``make test`` runs of shipped records and of long sweeps: a sample by date, and the records that changed.
 
 A test of shipped records has the mark ``records``, which names the parameters that hold records, or records themselves. A page of
-documentation is such a record. A test of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one.
+documentation is such a record. A test of many cases of one kind has the mark ``sweep``. A test that takes seconds has the mark
+``turn``, which names the files that it tests, or what their paths begin with. ``make test-all`` runs every one.
 ``make test`` runs
 
 * the records whose own files differ from those of the base, up to ``MAX_CHANGED`` and ``MAX_CHANGED_PAGES``;
 * one of ``ONE_OF`` other records, or one of ``ONE_OF_CHANGED`` if the code that judges differs from that of the base;
   if a test would run with none, it runs with one;
-* one of eight cases of a sweep, or of ``sweep(n)``: at least one.
+* one of eight cases of a sweep, or of ``sweep(n)``: at least one;
+* the tests with the mark ``turn`` of one of eight files, and of a file that differs from the base or marks one that does.
 
 The sample moves on by one every day (UTC), so every record and every case has its turn. ``TILEGYM_DB_SAMPLE=2026-11-28`` repeats
 the sample of a day. The base is the commit at which the branch left ``main``; on ``main`` itself, the last commit a day older.
@@ -27,7 +29,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,12 @@ KINDS = ("definition", "solution", "traces", "cheat", "page")
 
 MARK = "records"
 SWEEP = "sweep"
-ONE_OF = 64
-ONE_OF_CHANGED = 32
+TURN = "turn"
+ONE_OF = 128
+ONE_OF_CHANGED = 64
 ONE_OF_CASES = 8
-MAX_CHANGED = 16
+ONE_OF_FILES = 8
+MAX_CHANGED = 8
 MAX_CHANGED_PAGES = 1
 """A page's commands take up to a minute."""
 
@@ -71,6 +75,8 @@ class Sample:
     """The keys of the records that the base has not, or has with another digest."""
     judge_changed: bool = False
     everything: bool = False
+    changed_files: frozenset[str] = frozenset()
+    """Paths of the files that differ from the base, from the root."""
 
     @classmethod
     def of_checkout(cls, *, everything: bool = False) -> Sample:
@@ -88,17 +94,20 @@ class Sample:
             unpack(base, Path(folder))
             before = record_digests(Path(folder))
             changed = frozenset(key for key, digest in records.items() if before.get(key) != digest)
-            return cls(day, records, base, changed, judge_changed(Path(folder), ROOT))
+            return cls(
+                day, records, base, changed, judge_changed(Path(folder), ROOT), changed_files=changed_files(ROOT, base)
+            )
 
     @classmethod
     def from_json(cls, text: str) -> Sample:
         """Read :meth:`to_json`."""
         content = json.loads(text)
-        return cls(**{**content, "changed": frozenset(content["changed"])})
+        return cls(**{**content, **{name: frozenset(content[name]) for name in ("changed", "changed_files")}})
 
     def to_json(self) -> str:
         """Write it for a process that must choose the same tests."""
-        return json.dumps({**asdict(self), "changed": sorted(self.changed)})
+        sets = {"changed": sorted(self.changed), "changed_files": sorted(self.changed_files)}
+        return json.dumps({**asdict(self), **sets})
 
     def header(self) -> str:
         """Describe the sample in one line, with the option that repeats it."""
@@ -133,7 +142,14 @@ class Sample:
         """
         return range(count) if self.everything else range(self._ordinal % max(1, min(one_of, count)), count, one_of)
 
-    @property
+    def has_turn(self, file: str, tested: Iterable[str] = ()) -> bool:
+        """Tell if the slow tests of a file run, which test these files: all on one day, so that they share fixtures."""
+        if self.everything or self._has_its_turn(file, ONE_OF_FILES):
+            return True
+        places = (file, *tested)
+        return any(path.startswith(place) for path in self.changed_files for place in places)
+
+    @cached_property
     def _ordinal(self) -> int:
         return date.fromisoformat(self.day).toordinal()
 
@@ -149,7 +165,12 @@ class Sample:
         return frozenset(found)
 
     def _has_its_turn(self, key: str, one_of: int) -> bool:
-        return (int(_sha256(key.encode())[:16], 16) + self._ordinal) % one_of == 0
+        return (_place(key) + self._ordinal) % one_of == 0
+
+
+@cache
+def _place(key: str) -> int:
+    return int(_sha256(key.encode())[:16], 16)
 
 
 SAMPLE = pytest.StashKey[Sample]()
@@ -178,6 +199,9 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
             running.add(test)
         if item.get_closest_marker(SWEEP):
             sweeps.setdefault(test, []).append(item)
+        turns = list(item.iter_markers(TURN))
+        if turns and not sample.has_turn(test.partition("::")[0], [path for mark in turns for path in mark.args]):
+            left.append(item)
     for test, cases in waiting.items():
         # A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
         spared = sample.cases(len(cases), len(cases))[0] if test not in running else None
@@ -186,7 +210,7 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
         mark = cases[0].get_closest_marker(SWEEP)
         tried = sample.cases(len(cases), *(mark.args if mark else ()))
         left += [item for number, item in enumerate(cases) if number not in tried]
-    return left
+    return list({item.nodeid: item for item in left}.values())
 
 
 def is_by_hand(config: pytest.Config) -> bool:
@@ -284,6 +308,12 @@ def base_of(root: Path) -> str:
         return ""
     day_before = datetime.fromisoformat(committed) - timedelta(days=1)
     return _git(root, "rev-list", "-1", f"--before={day_before.isoformat()}", "HEAD")
+
+
+def changed_files(root: Path, base: str) -> frozenset[str]:
+    """List the files that differ from those of a commit, and those that git does not know yet."""
+    found = [_git(root, "diff", "--name-only", base), _git(root, "ls-files", "--others", "--exclude-standard")]
+    return frozenset(line for text in found for line in text.splitlines())
 
 
 def unpack(commit: str, folder: Path) -> None:

@@ -16,11 +16,14 @@ import sample
 from sample import (
     COMPILERS,
     JUDGES,
+    MARK,
     MAX_CHANGED,
     MAX_CHANGED_PAGES,
     ONE_OF,
     ONE_OF_CHANGED,
+    ONE_OF_FILES,
     ROOT,
+    TURN,
     Sample,
     base_of,
     beyond_the_sample,
@@ -35,7 +38,7 @@ from sample import (
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 
-RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(1600)}
+RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(3200)}
 NOW = Sample("2026-11-28", RECORDS, base="a commit")
 
 
@@ -53,7 +56,7 @@ def test_every_record_has_its_turn_once(judge_changed: bool, one_of: int) -> Non
     assert set.union(*choices) == set(RECORDS)
     assert sum(map(len, choices)) == len(RECORDS)
     for chosen in choices:
-        assert len(RECORDS) / one_of / 2 < len(chosen) < len(RECORDS) / one_of * 2
+        assert len(RECORDS) / one_of / 3 < len(chosen) < len(RECORDS) / one_of * 3
 
 
 def test_records_that_changed_are_tried_every_day() -> None:
@@ -147,7 +150,9 @@ def of_records(keys: list[str]) -> list[Any]:
     return [
         SimpleNamespace(
             nodeid=f"test_kernels.py::test_it[{key}]",
-            iter_markers=lambda name, key=key: [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})],
+            iter_markers=lambda name, key=key: (
+                [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})] if name == MARK else []
+            ),
             get_closest_marker=lambda name: None,
         )
         for key in keys
@@ -161,6 +166,39 @@ def test_a_test_of_records_without_a_turn_runs_with_one() -> None:
     assert all(len(beyond_the_sample(items, replace(NOW, day=day))) <= 4 for day in days(64))
     running = of_records([*waiting, min(tried(NOW))])
     assert len(beyond_the_sample(running, NOW)) == 5
+
+
+def of_slow_files(count: int, *tested: str) -> list[Any]:
+    """As pytest collects two tests of each of so many files with the mark ``turn``."""
+    return [
+        SimpleNamespace(
+            nodeid=f"tests/test_file_{number}.py::test_{name}",
+            iter_markers=lambda name: [SimpleNamespace(args=tested, kwargs={})] if name == TURN else [],
+            get_closest_marker=lambda name: None,
+        )
+        for number in range(count)
+        for name in ("one", "other")
+    ]
+
+
+def test_slow_tests_of_a_file_have_their_turn_together() -> None:
+    items, seen = of_slow_files(80), []
+    for day in days(ONE_OF_FILES):
+        left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))}
+        chosen = [item.nodeid for item in items if item.nodeid not in left]
+        assert 8 <= len(chosen) <= 40
+        assert {chosen.count(node.replace("other", "one")) for node in chosen} == {1}
+        seen += chosen
+    assert sorted(seen) == sorted(item.nodeid for item in items)
+    assert beyond_the_sample(items, replace(NOW, everything=True)) == []
+
+
+@pytest.mark.parametrize("changed", ["tests/test_file_3.py", "tools/bundle.py", "tools/site/page.py"])
+def test_slow_tests_run_if_a_file_of_theirs_changed(changed: str) -> None:
+    items = of_slow_files(80, "tools/bundle.py", "tools/site/")
+    left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, changed_files=frozenset({changed})))}
+    assert "tests/test_file_3.py::test_one" not in left
+    assert (left == set()) == changed.startswith("tools/")
 
 
 @pytest.mark.parametrize(
@@ -307,11 +345,13 @@ def test_a_checkout_is_compared_with_the_files_of_its_base(
     monkeypatch.setattr(sample, "shipped_root", lambda: tmp_path)
     monkeypatch.setenv("TILEGYM_DB_BASE", "main")
     unchanged = Sample.of_checkout()
-    assert (unchanged.changed, unchanged.judge_changed) == (frozenset(), False)
+    assert (unchanged.changed, unchanged.judge_changed, unchanged.changed_files) == (frozenset(), False, frozenset())
+    (tmp_path / "new.py").touch()
     (tmp_path / "README.md").write_text("two")
     (tmp_path / "tilegym_db" / JUDGES[0] / "module.py").write_text("LIMIT = 2\n")
     changed = Sample.of_checkout()
     assert (changed.changed, changed.judge_changed) == (frozenset({"page:README.md"}), True)
+    assert changed.changed_files == {"README.md", "new.py", f"tilegym_db/{JUDGES[0]}/module.py"}
 
 
 def over_definitions(count: int, *, marked: bool) -> list[Any]:
