@@ -216,6 +216,7 @@ def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text:
     assert (refused.code, refused.cause) == (2, "numbers_invalid")
 
 
+@pytest.mark.turn("tilegym_db/loop/fit.py", "tilegym_db/sandbox/")  # test_unconfined.py has the promotion daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_confinement_a_model_gets_what_the_package_ships(

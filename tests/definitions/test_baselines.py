@@ -51,6 +51,7 @@ def test_torch_compile_is_a_baseline_only(name: str, catalog: Catalog) -> None:
     assert (spec.role, spec.provides) == ("baseline", "compile")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["rms_norm_compile", "swiglu_compile"])
 def test_torch_compile_runs_a_static_graph_of_every_shape(
     name: str, catalog: Catalog, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def is_refused(name: str, source: str, cases: Iterable[OracleCase]) -> bool:
     return False
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("vocabulary", [1, 2, 262_208])
 @pytest.mark.parametrize("name", LOSSES)
 def test_honest_losses_pass_the_gates(name: str, vocabulary: int) -> None:

@@ -329,6 +329,7 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
         )
 
 
+@pytest.mark.turn("tilegym_db/interchange/", "tilegym_db/judging/")  # workers; imported contents are compared daily
 @pytest.mark.slow
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
     """Check that ids of a file stay inside the table; drawn ids would not. A cuTile kernel marked as Python runs as cuTile."""

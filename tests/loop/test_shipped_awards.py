@@ -37,6 +37,7 @@ def kernel_traces(store: Store) -> list[Trace]:
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "traces/")  # of all shipped traces
 def test_shipped_passes_that_earn_an_award_have_exactly_one(store: Store) -> None:
     rows = {row["trace_id"]: row for row in award_rows(store)}
     seen = kernel_traces(store)

@@ -93,6 +93,7 @@ def test_an_output_that_is_not_optional_cannot_be_omitted(catalog: Callable[...,
         records.solution("row_peak_bad")
 
 
+@pytest.mark.turn("tilegym_db/measurement/plan.py")  # a promotion; the screen of it is tested daily
 def test_promotion_of_an_omitted_output_is_refused_by_name(catalog: Callable[..., Catalog], home: Path) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     with raises(UsageError, "solution_not_timed", "row_peak_part omits peak"):

@@ -118,6 +118,7 @@ def said(package: Path, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.sweep(2)
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_only_shipped_code_is_promoted_and_serves_this_user(said, handicap, slot
     assert "The package ships no source of row_scale_fast, row_scale_mine" in edited
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # a promotion without capabilities; test_sandbox_levels.py has the level daily
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")

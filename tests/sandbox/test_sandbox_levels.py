@@ -80,6 +80,7 @@ def test_two_workers_are_two_users(peer, offered_level):
     assert first.runs_as != second.runs_as
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("handicap", "level", "reason"),
     [

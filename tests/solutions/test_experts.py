@@ -15,7 +15,8 @@ from functools import cache
 import pytest
 import torch
 
-pytestmark = pytest.mark.sweep
+# Interpreted, of two kernels that seldom change.
+pytestmark = [pytest.mark.sweep, pytest.mark.turn("solutions/moe/", "solutions/_lib/triton/")]
 
 TOKENS, H, INNER, E, K = 150, 24, 16, 6, 8
 

@@ -40,6 +40,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# Interpreted, of kernels that seldom change.
+@pytest.mark.turn("solutions/gemm/", "solutions/moe/", "solutions/_lib/triton/")
 @pytest.mark.slow
 @pytest.mark.records("kernel")
 @pytest.mark.parametrize(("kernel", "case"), CASES)

@@ -33,6 +33,7 @@ def answers() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.turn("solutions/moe/", "solutions/_lib/triton/")  # interpreted, of kernels that seldom change
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "router", [pytest.param(name, marks=pytest.mark.records(of=f"{name}_triton")) for name in ROUTERS]

@@ -30,6 +30,7 @@ def answers() -> dict[str, Any]:
     return parsed
 
 
+@pytest.mark.turn("solutions/quant/")  # interpreted, of a kernel that seldom changes
 @pytest.mark.slow
 @pytest.mark.records(of=f"{NAME}_triton")
 @pytest.mark.parametrize("case", CASES)

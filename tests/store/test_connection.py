@@ -185,6 +185,7 @@ with writer_lock(path, 5):
 """
 
 
+@pytest.mark.turn("tilegym_db/store/database.py", "tilegym_db/store/connection.py")  # waits 12 s
 @pytest.mark.slow
 def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, caplog):
     with opened():
@@ -198,6 +199,7 @@ def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, cap
     assert [record.message for record in caplog.records if f"PID {writer.pid}" in record.message]
 
 
+@pytest.mark.turn("tilegym_db/store/database.py", "tilegym_db/store/connection.py")  # waits 6 s
 @pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
 def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, root, monkeypatch, is_busy):

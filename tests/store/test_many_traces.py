@@ -78,6 +78,7 @@ def test_table_has_the_rows_of_the_view(store: Store) -> None:
     assert [{key: row[key] for key in narrow[0]} for row in wide] == narrow
 
 
+@pytest.mark.turn("tilegym_db/report/")  # a store of 50,000 traces
 def test_report_of_fifty_thousand_cases_comes_quickly(tmp_path: Path) -> None:
     grown(tmp_path, "sizes", 50_000)
     catalog = Catalog.default()

@@ -56,6 +56,7 @@ def rows_of(definition: Definition, case: Case, name: str) -> tuple[int, list[in
     return definition.shape_of(name, case.call.axes)[-1] * itemsize, [stride * itemsize for stride in strides[:-1]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_every_run_has_padded_rows_with_and_without_alignment(name, count):

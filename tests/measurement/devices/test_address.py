@@ -57,6 +57,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.turn("tilegym_db/measurement/devices/ray")  # waits for a connection
 def test_silent_address_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()

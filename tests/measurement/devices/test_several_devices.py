@@ -92,6 +92,7 @@ def test_killed_supervisor_loses_nothing_and_repeats_nothing(catalog, home):
     assert supervisors() == []
 
 
+@pytest.mark.turn("tilegym_db/measurement/devices/")  # two supervisors
 @pytest.mark.slow
 def test_idle_device_leaves_its_work_and_ctrl_c_keeps_results(catalog, home):
     seen = []
