@@ -9,7 +9,7 @@ documentation is such a record. A test of many cases of one kind has the mark ``
 * one of ``ONE_OF`` other records, or one of ``ONE_OF_CHANGED`` if the code that judges differs from that of the base;
   if a test would run with none, it runs with one;
 * one of eight cases of a sweep, or of ``sweep(n)``: at least one;
-* the tests with the mark ``turn`` of one of eight files, and of a file that differs from the base or marks one that does.
+* the tests with the mark ``turn`` of one of eight files, and those that test a file which differs from the base.
 
 The sample moves on by one every day (UTC), so every record and every case has its turn. ``TILEGYM_DB_SAMPLE=2026-11-28`` repeats
 the sample of a day. The base is the commit at which the branch left ``main``; on ``main`` itself, the last commit a day older.
@@ -146,8 +146,7 @@ class Sample:
         """Tell if the slow tests of a file run, which test these files: all on one day, so that they share fixtures."""
         if self.everything or self._has_its_turn(file, ONE_OF_FILES):
             return True
-        places = (file, *tested)
-        return any(path.startswith(place) for path in self.changed_files for place in places)
+        return any(path.startswith(place) for path in self.changed_files for place in tested)
 
     @cached_property
     def _ordinal(self) -> int:

@@ -194,10 +194,9 @@ def test_slow_tests_of_a_file_have_their_turn_together() -> None:
 
 
 @pytest.mark.parametrize("changed", ["tests/test_file_3.py", "tools/bundle.py", "tools/site/page.py"])
-def test_slow_tests_run_if_a_file_of_theirs_changed(changed: str) -> None:
+def test_slow_tests_run_if_what_they_test_changed(changed: str) -> None:
     items = of_slow_files(80, "tools/bundle.py", "tools/site/")
     left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, changed_files=frozenset({changed})))}
-    assert "tests/test_file_3.py::test_one" not in left
     assert (left == set()) == changed.startswith("tools/")
 
 

@@ -30,6 +30,11 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 LANGUAGES = {"stock": "python", "triton": "triton", "tilelang": "tilelang"}
 
 
+@pytest.fixture(autouse=True)
+def stores_are_filled(fill_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilegym_db.store.filling.create_database", fill_store)
+
+
 def definition_record(name: str, op_type: str, version: str = "1.0.0", factor: int = 2) -> Definition:
     return Definition.from_dict(
         {
