@@ -148,7 +148,7 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
     from tilegym_db.store import filling, statements
-    from tilegym_db.store.database import Store, connect
+    from tilegym_db.store.connection import Store, connect
 
     folder = tmp_path_factory.mktemp("stores")
     made: dict[tuple[object, ...], Path] = {}

@@ -14,7 +14,7 @@ from shipped_records import CATALOG
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.oracle import load_function, run_reference

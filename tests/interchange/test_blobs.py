@@ -43,7 +43,7 @@ from tilegym_db.interchange.flashinfer_export import (
 )
 from tilegym_db.interchange.importing import folder_beside, import_data_set, imported_files, write_tree
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.store.imported import DataSet, data_set
 from tilegym_db.verification.inputs import draw_inputs
 

@@ -10,8 +10,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.loop import award_rows, journaled, verified_baselines
 
 KERNELS = """

@@ -47,7 +47,7 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import open_store
 
 HERE = Path(__file__).parent

@@ -17,9 +17,9 @@ from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.published.input_files import read_traces, trace_files
 from tilegym_db.records import Trace
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
+from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal

@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
 from tilegym_db.measurement.benchmark import bench
-from tilegym_db.measurement.devices.devices import cpu_slots
+from tilegym_db.measurement.machine import cpu_slots
 from tilegym_db.measurement.regress import Bars, RegressionReport, SourceHistory, regress
 
 FAST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"

@@ -161,7 +161,7 @@ def test_a_kernel_whose_codes_are_others_is_left_out(shop: Any, build: Any, prom
 INTERPRETED = """
 import json, torch, tilegym_db
 from tilegym_db.models.quantise import BlockwiseLinear, blockwise_product, quantised
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 
 repair_interpreter()
 torch.manual_seed(0)

@@ -17,7 +17,7 @@ from tilegym_db.models.capture import CapturedCall, captured_calls, copied, new_
 from tilegym_db.models.proof import allowed_error
 from tilegym_db.records import Workload
 from tilegym_db.records.definition import LIMITS
-from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.definition_parts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
 pytestmark = pytest.mark.sweep

@@ -20,7 +20,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
 from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.sandbox.limits import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
+from tilegym_db.sandbox.processes import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sweep(2)
 INTERPRETED = """
 import json, sys
 import torch
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 repair_interpreter()
 from tilegym_db.catalog import Catalog
 from tilegym_db.resolver.loader import load_verified
@@ -59,7 +59,7 @@ def test_segments_change_nothing(tokens: int, segments: int, K: int, V: int) -> 
 ERASED = """
 import json
 import torch
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 repair_interpreter()
 from tilegym_db.catalog import Catalog
 from tilegym_db.resolver.loader import load_verified

@@ -18,7 +18,7 @@ NAME = "mamba2_chunk_scan_triton"
 INTERPRETED = """
 import json, sys
 import torch
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 repair_interpreter()
 from tilegym_db.catalog import Catalog
 from tilegym_db.resolver.loader import load_verified

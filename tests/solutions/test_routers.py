@@ -61,7 +61,7 @@ def answer(router: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({router: answer(router) for router in ROUTERS}))

@@ -57,7 +57,7 @@ def answer(rows: int, tokens: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({case: answer(*sizes) for case, sizes in CASES.items()}))

@@ -16,7 +16,7 @@ from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.filling import ingest, rebuild
-from tilegym_db.store.loading import IngestReport
+from tilegym_db.store.journal import IngestReport
 from tilegym_db.store.loop import append
 from tilegym_db.store.publish import PublishReport, publish
 from tilegym_db.store.side_files import read_model_run, save_model_run

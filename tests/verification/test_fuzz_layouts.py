@@ -11,8 +11,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import (
     MANY_ROWS,
     ROWS_ALIGNED,

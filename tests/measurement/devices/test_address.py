@@ -12,8 +12,7 @@ from raising import raises
 from tilegym_db.errors import HardwareError, MissingPackageError, UsageError
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices import ray_address
-from tilegym_db.measurement.devices.devices import parse_gpus
-from tilegym_db.measurement.devices.ray_address import connected, max_devices, parse_executor
+from tilegym_db.measurement.machine import connected, max_devices, parse_executor, parse_gpus
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.turn("tilegym_db/measurement/devices/ray")  # waits for a connection
+@pytest.mark.turn("tilegym_db/measurement/machine.py")  # waits for a connection
 def test_silent_address_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()
