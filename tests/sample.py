@@ -219,13 +219,20 @@ def is_by_hand(config: pytest.Config) -> bool:
 
 
 def check_marks(items: Iterable[pytest.Item], sample: Sample) -> None:
-    """Refuse a test over most of the catalog without the mark: the suite would grow with every operator."""
+    """Refuse a test over most of the catalog without its mark, and one of a path that is not there."""
     definitions = {key.partition(":")[2] for key in sample.records if key.startswith("definition:")}
     names: dict[str, set[str]] = {}
+    tested: dict[str, str] = {}
     for item in items:
+        tested |= {path: item.nodeid for mark in item.iter_markers(TURN) for path in mark.args}
         if hasattr(item, "callspec") and not item.get_closest_marker(MARK):
             known = {name for name in map(name_of, item.callspec.params.values()) if name in definitions}
             names.setdefault(item.nodeid.partition("[")[0], set()).update(known)
+    for path, test in tested.items():
+        if not any(ROOT.glob(f"{path}*")):
+            raise pytest.UsageError(
+                f"{test} has the mark '{TURN}' with {path!r}, which begins no path of the checkout."
+            )
     for test, found in names.items():
         if len(found) > len(definitions) / 2:
             raise pytest.UsageError(f"{test} is over shipped definitions: give it the mark '{MARK}' (tests/sample.py).")

@@ -359,6 +359,7 @@ def over_definitions(count: int, *, marked: bool) -> list[Any]:
         SimpleNamespace(
             nodeid=f"test_it.py::test_it[{number}]",
             callspec=SimpleNamespace(params={"name": f"operator_{number}", "size": 3}),
+            iter_markers=lambda name: [],
             get_closest_marker=lambda name: marked or None,
         )
         for number in range(count)
@@ -371,6 +372,14 @@ def test_a_test_over_most_of_the_catalog_must_say_so() -> None:
     check_marks(over_definitions(3, marked=False), choice)
     with pytest.raises(pytest.UsageError, match=r"test_it.py::test_it is over shipped definitions: give it the mark"):
         check_marks(over_definitions(10, marked=False), choice)
+
+
+def test_a_mark_of_a_path_that_is_gone_is_refused() -> None:
+    check_marks(of_slow_files(1, "tests/sample.py", "tilegym_db/sandbox/", "benchmarks/soak"), NOW)
+    with pytest.raises(
+        pytest.UsageError, match=r"test_file_0.py::test_other has the mark 'turn' with 'tilegym_db/gone.py'"
+    ):
+        check_marks(of_slow_files(1, "tilegym_db/gone.py"), NOW)
 
 
 def test_every_shipped_record_has_its_digest_and_is_found() -> None:

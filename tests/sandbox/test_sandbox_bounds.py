@@ -92,7 +92,7 @@ time.sleep(90)
 """
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("body", "bound"),
     [

@@ -19,6 +19,9 @@ from tilegym_db.store.connection import Store, open_store, run_user_query
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries import read_traces
 
+# Drawn lines; test_ingest.py has a line of each fault daily.
+pytestmark = pytest.mark.turn("tilegym_db/store/", "tilegym_db/records/")
+
 EXAMPLES = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 TRACE: dict[str, Any] = {
