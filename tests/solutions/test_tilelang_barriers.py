@@ -24,9 +24,7 @@ from tilegym_db.catalog import Catalog
 # Of kernels that seldom change, lowered by TileLang.
 pytestmark = [
     pytest.mark.sweep,
-    pytest.mark.turn(
-        "solutions/gemm/", "solutions/attention/", "solutions/loss/", "solutions/_lib/tilelang/", "constraints.txt"
-    ),
+    pytest.mark.turn("solutions/gemm/", "solutions/attention/", "solutions/loss/", "constraints.txt"),
 ]
 
 CHOSEN = re.compile(r"^( *)if \(tl::tl_shuffle_elect<(\d+)>\(\)\) \{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
