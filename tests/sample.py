@@ -9,7 +9,7 @@ documentation is such a record. A test of many cases of one kind has the mark ``
 * one of ``ONE_OF`` other records, or one of ``ONE_OF_CHANGED`` if the code that judges differs from that of the base;
   if a test would run with none, it runs with one;
 * one of eight cases of a sweep, or of ``sweep(n)``: at least one;
-* the tests with the mark ``turn`` of one of eight files, and those that test a file which differs from the base.
+* the tests with the mark ``turn`` of one of eight files, and of up to ``MAX_CHANGED_FILES`` that test what differs from the base.
 
 The sample moves on by one every day (UTC), so every record and every case has its turn. ``TILEGYM_DB_SAMPLE=2026-11-28`` repeats
 the sample of a day. The base is the commit at which the branch left ``main``; on ``main`` itself, the last commit a day older.
@@ -57,6 +57,7 @@ ONE_OF_CHANGED = 64
 ONE_OF_CASES = 8
 ONE_OF_FILES = 8
 MAX_CHANGED = 8
+MAX_CHANGED_FILES = 4
 MAX_CHANGED_PAGES = 1
 """A page's commands take up to a minute."""
 
@@ -142,11 +143,18 @@ class Sample:
         """
         return range(count) if self.everything else range(self._ordinal % max(1, min(one_of, count)), count, one_of)
 
-    def has_turn(self, file: str, tested: Iterable[str] = ()) -> bool:
-        """Tell if the slow tests of a file run, which test these files: all on one day, so that they share fixtures."""
-        if self.everything or self._has_its_turn(file, ONE_OF_FILES):
-            return True
-        return any(path.startswith(place) for path in self.changed_files for place in tested)
+    def files_in_turn(self, tested: Mapping[str, Iterable[str]]) -> frozenset[str]:
+        """Choose the files whose slow tests run, of these with what they test: all of a file, so that they share fixtures."""
+        if self.everything:
+            return frozenset(tested)
+        changed = [
+            file
+            for file, paths in sorted(tested.items())
+            if any(name.startswith(path) for name in self.changed_files for path in paths)
+        ]
+        one_of = max(1, -(-len(changed) // MAX_CHANGED_FILES))
+        of_the_day = {file for file in tested if self._has_its_turn(file, ONE_OF_FILES)}
+        return frozenset(of_the_day.union(changed[self._ordinal % one_of :: one_of]))
 
     @cached_property
     def _ordinal(self) -> int:
@@ -190,6 +198,8 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
     sweeps: dict[str, list[pytest.Item]] = {}
     waiting: dict[str, list[pytest.Item]] = {}
     running = set()
+    slow: list[pytest.Item] = []
+    tested: dict[str, set[str]] = {}
     for item in items:
         keys, test = records_of(item, sample), item.nodeid.partition("[")[0]
         if keys and not sample.tries(keys):
@@ -198,9 +208,9 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
             running.add(test)
         if item.get_closest_marker(SWEEP):
             sweeps.setdefault(test, []).append(item)
-        turns = list(item.iter_markers(TURN))
-        if turns and not sample.has_turn(test.partition("::")[0], [path for mark in turns for path in mark.args]):
-            left.append(item)
+        for mark in item.iter_markers(TURN):
+            slow.append(item)
+            tested.setdefault(test.partition("::")[0], set()).update(mark.args)
     for test, cases in waiting.items():
         # A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
         spared = sample.cases(len(cases), len(cases))[0] if test not in running else None
@@ -209,6 +219,8 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
         mark = cases[0].get_closest_marker(SWEEP)
         tried = sample.cases(len(cases), *(mark.args if mark else ()))
         left += [item for number, item in enumerate(cases) if number not in tried]
+    in_turn = sample.files_in_turn(tested)
+    left += [item for item in slow if item.nodeid.partition("::")[0] not in in_turn]
     return list({item.nodeid: item for item in left}.values())
 
 

@@ -18,6 +18,7 @@ from sample import (
     JUDGES,
     MARK,
     MAX_CHANGED,
+    MAX_CHANGED_FILES,
     MAX_CHANGED_PAGES,
     ONE_OF,
     ONE_OF_CHANGED,
@@ -195,9 +196,25 @@ def test_slow_tests_of_a_file_have_their_turn_together() -> None:
 
 @pytest.mark.parametrize("changed", ["tests/test_file_3.py", "tools/bundle.py", "tools/site/page.py"])
 def test_slow_tests_run_if_what_they_test_changed(changed: str) -> None:
-    items = of_slow_files(80, "tools/bundle.py", "tools/site/")
-    left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, changed_files=frozenset({changed})))}
+    items, choice = (
+        of_slow_files(MAX_CHANGED_FILES, "tools/bundle.py", "tools/site/"),
+        replace(NOW, changed_files=frozenset({changed})),
+    )
+    left = {item.nodeid for item in beyond_the_sample(items, choice)}
     assert (left == set()) == changed.startswith("tools/")
+
+
+def test_slow_tests_of_many_changes_take_turns() -> None:
+    items, seen = of_slow_files(5 * MAX_CHANGED_FILES, "tools/"), set()
+    for day in days(ONE_OF_FILES):
+        choice = replace(NOW, day=day, changed_files=frozenset({"tools/bundle.py"}))
+        left = {item.nodeid for item in beyond_the_sample(items, choice)}
+        of_the_day = {item.nodeid for item in items} - {
+            item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))
+        }
+        assert len(items) - len(left) <= 2 * MAX_CHANGED_FILES + len(of_the_day)
+        seen |= {item.nodeid for item in items} - left
+    assert len(seen) == len(items)
 
 
 @pytest.mark.parametrize(
