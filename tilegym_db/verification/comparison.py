@@ -420,8 +420,6 @@ def _most_alike(
     return None, None
 
 
-
-
 def check_outputs(
     definition: Definition,
     dtypes: Mapping[str, str],
@@ -682,7 +680,6 @@ def _check_valid(definition: Definition, inputs: Mapping[str, Any], outputs: Out
 # The Definition names a function of its reference that returns these values (``gathers``), and one for each output that
 # depends on the choice among equal values (``follows``). Both run as the oracle does, in fp64 or as written, on the
 # inputs of the call. From the Solution they take only the chosen indices.
-
 
 
 def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputComparison]:
