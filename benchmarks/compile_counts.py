@@ -31,7 +31,7 @@ from tilegym_db.backends.stand_ins import pretend_device
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot, tensors_of_slot
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.large import large_cases

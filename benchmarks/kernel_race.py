@@ -39,6 +39,7 @@ from benchmarks.race_candidates import (
     library_racer,
     our_racers,
 )
+from tilegym_db.backends.toolchains import repair_interpreter
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
@@ -46,11 +47,10 @@ from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
 from tilegym_db.measurement.timing import median, median_interval, paired_ratio
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.timing import BlockTimer
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import name_outputs, oracle

@@ -37,9 +37,15 @@ from typing import Any
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.benchmark import bench, verify
-from tilegym_db.measurement.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import divide
-from tilegym_db.measurement.machine import cpu_machine, devices_of_options
+from tilegym_db.measurement.machine import (
+    MeasuringDevice,
+    cpu_machine,
+    cpu_slots,
+    devices_of,
+    devices_of_options,
+    share_processors,
+)
 from tilegym_db.measurement.plan import BenchReport, Options, make_plan
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import shipped_root

@@ -35,8 +35,7 @@ from typing import Any
 from benchmarks.pressure_jobs import Job, Load, Record, Turns, candidates
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, TilegymDBError
-from tilegym_db.measurement.devices.devices import MeasuringDevice, choose_gpus, find_gpus, parse_gpus
-from tilegym_db.measurement.machine import select_machine
+from tilegym_db.measurement.machine import MeasuringDevice, choose_gpus, find_gpus, parse_gpus, select_machine
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout

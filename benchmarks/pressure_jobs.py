@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
+from tilegym_db.records.workload import Case
 from tilegym_db.resolver.resolve import unavailable_languages
 from tilegym_db.verification.cases import MAX_ROWS, fuzz_cases
 

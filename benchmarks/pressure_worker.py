@@ -22,13 +22,12 @@ import torch
 
 from tilegym_db.backends.compile_cache import use_own_folders
 from tilegym_db.backends.load import load_entry
-from tilegym_db.backends.toolchains import prepare_environment
+from tilegym_db.backends.toolchains import prepare_environment, repair_interpreter
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import SolutionError, TilegymDBError, ToolchainError
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.program import copy_returned
 from tilegym_db.sandbox.protocol import Channel
 from tilegym_db.sandbox.shared_buffers import (

@@ -18,10 +18,10 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.entries import Candidate
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.definition_parts import layout_class
 from tilegym_db.records.solution import TILE_LANGUAGES, Config, name_with_config
 from tilegym_db.records.verdicts import VERIFIED_TIERS
+from tilegym_db.records.workload import Case
 from tilegym_db.resolver.decide import layouts_match
 
 Arguments = dict[str, Any]

@@ -21,7 +21,7 @@ from exploits.mutant_judge import REFERENCE, WHOLE, Judge, Target, targets_of
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.residues import SIZES, check_residues, successive

@@ -37,7 +37,7 @@ from tilegym_db.measurement.machine import cpu_machine, timing_lock
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records import TILE_LANGUAGES, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 
 PLANTED = {"out_of_bounds": ("memcheck", "Invalid __global__ write"), "shared_race": ("racecheck", "Race")}
 """Folder under ``tests/measurement/planted`` -> the tool that has to find its mistake, and how the finding begins."""

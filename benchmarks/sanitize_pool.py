@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.measurement.devices.devices import VISIBLE
 from tilegym_db.measurement.instruments.requests import ENVIRONMENT, Chosen, mark_of, write_request
 from tilegym_db.measurement.instruments.sanitize import PREFIX, Sanitized, parse_report, sanitizer_command, verdicts_of
+from tilegym_db.measurement.machine import VISIBLE
 
 __all__ = ["NO_TIME", "PLAIN", "Batch", "Outcome", "Sweep", "device_of", "with_port"]
 

@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 from sample import SAMPLE, Sample, beyond_the_sample, check_marks, is_by_hand
 
-from tilegym_db.paths import use_root
+from tilegym_db.paths import shipped_root, use_root
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -148,7 +148,7 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
     from tilegym_db.store import filling, statements
-    from tilegym_db.store.database import Store, connect
+    from tilegym_db.store.connection import Store, connect
 
     folder = tmp_path_factory.mktemp("stores")
     made: dict[tuple[object, ...], Path] = {}
@@ -166,6 +166,38 @@ def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "new_store", copied)
         yield make
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fill_store(tmp_path_factory: pytest.TempPathFactory, make_store: object) -> Iterator[Callable[..., Any]]:
+    """Copy a database of the shipped records and traces into an empty home; yield what really fills it, which takes 2 s."""
+    from tilegym_db.store import filling, statements
+
+    folder, shipped = tmp_path_factory.mktemp("filled"), shipped_root()
+    made: dict[tuple[object, ...], tuple[Path, Any]] = {}
+    fill = filling.create_database
+
+    def copied(path: Path, catalog: Any, history: Path | None = None, *, keep_traces: bool = False) -> Any:
+        in_home = {file.name for file in path.parent.iterdir()} - {f"{path.name}.lock"}
+        if catalog.roots[:1] != (shipped,) or history is not None or in_home:
+            return fill(path, catalog, history, keep_traces=keep_traces)
+        state = (
+            catalog.trust_foreign,
+            statements.SCHEMA_VERSION,
+            *sorted(statements.fingerprints(catalog, path.parent).items()),
+        )
+        if state not in made:
+            report = fill(path, catalog, keep_traces=keep_traces)
+            made[state] = (folder / f"{len(made)}.duckdb", report)
+            shutil.copyfile(path, made[state][0])
+            return report
+        first, report = made[state]
+        shutil.copyfile(first, path)
+        return report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "create_database", copied)
+        yield fill
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tilegym_db.files import write_atomically
 from tilegym_db.published.entries import Candidate, Entry, MeasuredEntries, dtypes_key, scalar_hull
 from tilegym_db.published.input_files import SUFFIX, json_lines, packed
-from tilegym_db.published.snapshot import lock_folder
+from tilegym_db.published.snapshot import LOCK_NAME, lock_text, sha256
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records.call import Call
 
@@ -72,6 +73,16 @@ def write_files(
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     lock_folder(folder, home, gpu=folder.name, sm=sm, published=published)
+
+
+def lock_folder(folder: Path, home: Path, *, gpu: str, sm: str, published: str) -> None:
+    """Write a lock over all files of a folder as they are now."""
+    files = {
+        path.relative_to(folder).as_posix(): sha256(path.read_bytes())
+        for path in folder.rglob("*.json*")
+        if path.name != LOCK_NAME
+    }
+    write_atomically(folder / LOCK_NAME, lock_text(folder, gpu, sm, published, files, home).encode())
 
 
 def _trace(entry: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:

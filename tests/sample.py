@@ -1,13 +1,15 @@
 """Choose the tests that ``make test`` runs of shipped records and of long sweeps: a sample by date, and the records that changed.
 
 A test of shipped records has the mark ``records``, which names the parameters that hold records, or records themselves. A page of
-documentation is such a record. A test of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one.
+documentation is such a record. A test of many cases of one kind has the mark ``sweep``. A test that takes seconds has the mark
+``turn``, which names the files that it tests, or what their paths begin with. ``make test-all`` runs every one.
 ``make test`` runs
 
 * the records whose own files differ from those of the base, up to ``MAX_CHANGED`` and ``MAX_CHANGED_PAGES``;
 * one of ``ONE_OF`` other records, or one of ``ONE_OF_CHANGED`` if the code that judges differs from that of the base;
   if a test would run with none, it runs with one;
-* one of eight cases of a sweep, or of ``sweep(n)``: at least one.
+* one of eight cases of a sweep, or of ``sweep(n)``: at least one;
+* the tests with the mark ``turn`` of one of eight files, and of up to ``MAX_CHANGED_FILES`` that test what differs from the base.
 
 The sample moves on by one every day (UTC), so every record and every case has its turn. ``TILEGYM_DB_SAMPLE=2026-11-28`` repeats
 the sample of a day. The base is the commit at which the branch left ``main``; on ``main`` itself, the last commit a day older.
@@ -27,7 +29,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,13 @@ KINDS = ("definition", "solution", "traces", "cheat", "page")
 
 MARK = "records"
 SWEEP = "sweep"
-ONE_OF = 64
-ONE_OF_CHANGED = 32
+TURN = "turn"
+ONE_OF = 128
+ONE_OF_CHANGED = 64
 ONE_OF_CASES = 8
-MAX_CHANGED = 16
+ONE_OF_FILES = 8
+MAX_CHANGED = 8
+MAX_CHANGED_FILES = 4
 MAX_CHANGED_PAGES = 1
 """A page's commands take up to a minute."""
 
@@ -71,6 +76,8 @@ class Sample:
     """The keys of the records that the base has not, or has with another digest."""
     judge_changed: bool = False
     everything: bool = False
+    changed_files: frozenset[str] = frozenset()
+    """Paths of the files that differ from the base, from the root."""
 
     @classmethod
     def of_checkout(cls, *, everything: bool = False) -> Sample:
@@ -88,17 +95,20 @@ class Sample:
             unpack(base, Path(folder))
             before = record_digests(Path(folder))
             changed = frozenset(key for key, digest in records.items() if before.get(key) != digest)
-            return cls(day, records, base, changed, judge_changed(Path(folder), ROOT))
+            return cls(
+                day, records, base, changed, judge_changed(Path(folder), ROOT), changed_files=changed_files(ROOT, base)
+            )
 
     @classmethod
     def from_json(cls, text: str) -> Sample:
         """Read :meth:`to_json`."""
         content = json.loads(text)
-        return cls(**{**content, "changed": frozenset(content["changed"])})
+        return cls(**{**content, **{name: frozenset(content[name]) for name in ("changed", "changed_files")}})
 
     def to_json(self) -> str:
         """Write it for a process that must choose the same tests."""
-        return json.dumps({**asdict(self), "changed": sorted(self.changed)})
+        sets = {"changed": sorted(self.changed), "changed_files": sorted(self.changed_files)}
+        return json.dumps({**asdict(self), **sets})
 
     def header(self) -> str:
         """Describe the sample in one line, with the option that repeats it."""
@@ -133,7 +143,20 @@ class Sample:
         """
         return range(count) if self.everything else range(self._ordinal % max(1, min(one_of, count)), count, one_of)
 
-    @property
+    def files_in_turn(self, tested: Mapping[str, Iterable[str]]) -> frozenset[str]:
+        """Choose the files whose slow tests run, of these with what they test: all of a file, so that they share fixtures."""
+        if self.everything:
+            return frozenset(tested)
+        changed = [
+            file
+            for file, paths in sorted(tested.items())
+            if any(name.startswith(path) for name in self.changed_files for path in paths)
+        ]
+        one_of = max(1, -(-len(changed) // MAX_CHANGED_FILES))
+        of_the_day = {file for file in tested if self._has_its_turn(file, ONE_OF_FILES)}
+        return frozenset(of_the_day.union(changed[self._ordinal % one_of :: one_of]))
+
+    @cached_property
     def _ordinal(self) -> int:
         return date.fromisoformat(self.day).toordinal()
 
@@ -149,7 +172,12 @@ class Sample:
         return frozenset(found)
 
     def _has_its_turn(self, key: str, one_of: int) -> bool:
-        return (int(_sha256(key.encode())[:16], 16) + self._ordinal) % one_of == 0
+        return (_place(key) + self._ordinal) % one_of == 0
+
+
+@cache
+def _place(key: str) -> int:
+    return int(_sha256(key.encode())[:16], 16)
 
 
 SAMPLE = pytest.StashKey[Sample]()
@@ -170,6 +198,8 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
     sweeps: dict[str, list[pytest.Item]] = {}
     waiting: dict[str, list[pytest.Item]] = {}
     running = set()
+    slow: list[pytest.Item] = []
+    tested: dict[str, set[str]] = {}
     for item in items:
         keys, test = records_of(item, sample), item.nodeid.partition("[")[0]
         if keys and not sample.tries(keys):
@@ -178,6 +208,9 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
             running.add(test)
         if item.get_closest_marker(SWEEP):
             sweeps.setdefault(test, []).append(item)
+        for mark in item.iter_markers(TURN):
+            slow.append(item)
+            tested.setdefault(test.partition("::")[0], set()).update(mark.args)
     for test, cases in waiting.items():
         # A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
         spared = sample.cases(len(cases), len(cases))[0] if test not in running else None
@@ -186,7 +219,9 @@ def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pyte
         mark = cases[0].get_closest_marker(SWEEP)
         tried = sample.cases(len(cases), *(mark.args if mark else ()))
         left += [item for number, item in enumerate(cases) if number not in tried]
-    return left
+    in_turn = sample.files_in_turn(tested)
+    left += [item for item in slow if item.nodeid.partition("::")[0] not in in_turn]
+    return list({item.nodeid: item for item in left}.values())
 
 
 def is_by_hand(config: pytest.Config) -> bool:
@@ -196,13 +231,20 @@ def is_by_hand(config: pytest.Config) -> bool:
 
 
 def check_marks(items: Iterable[pytest.Item], sample: Sample) -> None:
-    """Refuse a test over most of the catalog without the mark: the suite would grow with every operator."""
+    """Refuse a test over most of the catalog without its mark, and one of a path that is not there."""
     definitions = {key.partition(":")[2] for key in sample.records if key.startswith("definition:")}
     names: dict[str, set[str]] = {}
+    tested: dict[str, str] = {}
     for item in items:
+        tested |= {path: item.nodeid for mark in item.iter_markers(TURN) for path in mark.args}
         if hasattr(item, "callspec") and not item.get_closest_marker(MARK):
             known = {name for name in map(name_of, item.callspec.params.values()) if name in definitions}
             names.setdefault(item.nodeid.partition("[")[0], set()).update(known)
+    for path, test in tested.items():
+        if not any(ROOT.glob(f"{path}*")):
+            raise pytest.UsageError(
+                f"{test} has the mark '{TURN}' with {path!r}, which begins no path of the checkout."
+            )
     for test, found in names.items():
         if len(found) > len(definitions) / 2:
             raise pytest.UsageError(f"{test} is over shipped definitions: give it the mark '{MARK}' (tests/sample.py).")
@@ -284,6 +326,12 @@ def base_of(root: Path) -> str:
         return ""
     day_before = datetime.fromisoformat(committed) - timedelta(days=1)
     return _git(root, "rev-list", "-1", f"--before={day_before.isoformat()}", "HEAD")
+
+
+def changed_files(root: Path, base: str) -> frozenset[str]:
+    """List the files that differ from those of a commit, and those that git does not know yet."""
+    found = [_git(root, "diff", "--name-only", base), _git(root, "ls-files", "--others", "--exclude-standard")]
+    return frozenset(line for text in found for line in text.splitlines())
 
 
 def unpack(commit: str, folder: Path) -> None:

@@ -16,11 +16,15 @@ import sample
 from sample import (
     COMPILERS,
     JUDGES,
+    MARK,
     MAX_CHANGED,
+    MAX_CHANGED_FILES,
     MAX_CHANGED_PAGES,
     ONE_OF,
     ONE_OF_CHANGED,
+    ONE_OF_FILES,
     ROOT,
+    TURN,
     Sample,
     base_of,
     beyond_the_sample,
@@ -35,7 +39,7 @@ from sample import (
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 
-RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(1600)}
+RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(3200)}
 NOW = Sample("2026-11-28", RECORDS, base="a commit")
 
 
@@ -53,7 +57,7 @@ def test_every_record_has_its_turn_once(judge_changed: bool, one_of: int) -> Non
     assert set.union(*choices) == set(RECORDS)
     assert sum(map(len, choices)) == len(RECORDS)
     for chosen in choices:
-        assert len(RECORDS) / one_of / 2 < len(chosen) < len(RECORDS) / one_of * 2
+        assert len(RECORDS) / one_of / 3 < len(chosen) < len(RECORDS) / one_of * 3
 
 
 def test_records_that_changed_are_tried_every_day() -> None:
@@ -147,7 +151,9 @@ def of_records(keys: list[str]) -> list[Any]:
     return [
         SimpleNamespace(
             nodeid=f"test_kernels.py::test_it[{key}]",
-            iter_markers=lambda name, key=key: [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})],
+            iter_markers=lambda name, key=key: (
+                [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})] if name == MARK else []
+            ),
             get_closest_marker=lambda name: None,
         )
         for key in keys
@@ -161,6 +167,54 @@ def test_a_test_of_records_without_a_turn_runs_with_one() -> None:
     assert all(len(beyond_the_sample(items, replace(NOW, day=day))) <= 4 for day in days(64))
     running = of_records([*waiting, min(tried(NOW))])
     assert len(beyond_the_sample(running, NOW)) == 5
+
+
+def of_slow_files(count: int, *tested: str) -> list[Any]:
+    """As pytest collects two tests of each of so many files with the mark ``turn``."""
+    return [
+        SimpleNamespace(
+            nodeid=f"tests/test_file_{number}.py::test_{name}",
+            iter_markers=lambda name: [SimpleNamespace(args=tested, kwargs={})] if name == TURN else [],
+            get_closest_marker=lambda name: None,
+        )
+        for number in range(count)
+        for name in ("one", "other")
+    ]
+
+
+def test_slow_tests_of_a_file_have_their_turn_together() -> None:
+    items, seen = of_slow_files(80), []
+    for day in days(ONE_OF_FILES):
+        left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))}
+        chosen = [item.nodeid for item in items if item.nodeid not in left]
+        assert 8 <= len(chosen) <= 40
+        assert {chosen.count(node.replace("other", "one")) for node in chosen} == {1}
+        seen += chosen
+    assert sorted(seen) == sorted(item.nodeid for item in items)
+    assert beyond_the_sample(items, replace(NOW, everything=True)) == []
+
+
+@pytest.mark.parametrize("changed", ["tests/test_file_3.py", "tools/bundle.py", "tools/site/page.py"])
+def test_slow_tests_run_if_what_they_test_changed(changed: str) -> None:
+    items, choice = (
+        of_slow_files(MAX_CHANGED_FILES, "tools/bundle.py", "tools/site/"),
+        replace(NOW, changed_files=frozenset({changed})),
+    )
+    left = {item.nodeid for item in beyond_the_sample(items, choice)}
+    assert (left == set()) == changed.startswith("tools/")
+
+
+def test_slow_tests_of_many_changes_take_turns() -> None:
+    items, seen = of_slow_files(5 * MAX_CHANGED_FILES, "tools/"), set()
+    for day in days(ONE_OF_FILES):
+        choice = replace(NOW, day=day, changed_files=frozenset({"tools/bundle.py"}))
+        left = {item.nodeid for item in beyond_the_sample(items, choice)}
+        of_the_day = {item.nodeid for item in items} - {
+            item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))
+        }
+        assert len(items) - len(left) <= 2 * MAX_CHANGED_FILES + len(of_the_day)
+        seen |= {item.nodeid for item in items} - left
+    assert len(seen) == len(items)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +361,13 @@ def test_a_checkout_is_compared_with_the_files_of_its_base(
     monkeypatch.setattr(sample, "shipped_root", lambda: tmp_path)
     monkeypatch.setenv("TILEGYM_DB_BASE", "main")
     unchanged = Sample.of_checkout()
-    assert (unchanged.changed, unchanged.judge_changed) == (frozenset(), False)
+    assert (unchanged.changed, unchanged.judge_changed, unchanged.changed_files) == (frozenset(), False, frozenset())
+    (tmp_path / "new.py").touch()
     (tmp_path / "README.md").write_text("two")
     (tmp_path / "tilegym_db" / JUDGES[0] / "module.py").write_text("LIMIT = 2\n")
     changed = Sample.of_checkout()
     assert (changed.changed, changed.judge_changed) == (frozenset({"page:README.md"}), True)
+    assert changed.changed_files == {"README.md", "new.py", f"tilegym_db/{JUDGES[0]}/module.py"}
 
 
 def over_definitions(count: int, *, marked: bool) -> list[Any]:
@@ -320,6 +376,7 @@ def over_definitions(count: int, *, marked: bool) -> list[Any]:
         SimpleNamespace(
             nodeid=f"test_it.py::test_it[{number}]",
             callspec=SimpleNamespace(params={"name": f"operator_{number}", "size": 3}),
+            iter_markers=lambda name: [],
             get_closest_marker=lambda name: marked or None,
         )
         for number in range(count)
@@ -332,6 +389,14 @@ def test_a_test_over_most_of_the_catalog_must_say_so() -> None:
     check_marks(over_definitions(3, marked=False), choice)
     with pytest.raises(pytest.UsageError, match=r"test_it.py::test_it is over shipped definitions: give it the mark"):
         check_marks(over_definitions(10, marked=False), choice)
+
+
+def test_a_mark_of_a_path_that_is_gone_is_refused() -> None:
+    check_marks(of_slow_files(1, "tests/sample.py", "tilegym_db/sandbox/", "benchmarks/soak"), NOW)
+    with pytest.raises(
+        pytest.UsageError, match=r"test_file_0.py::test_other has the mark 'turn' with 'tilegym_db/gone.py'"
+    ):
+        check_marks(of_slow_files(1, "tilegym_db/gone.py"), NOW)
 
 
 def test_every_shipped_record_has_its_digest_and_is_found() -> None:

@@ -135,6 +135,8 @@ def landed(place: Place, name: str, key: str) -> bool:
             return True
 
 
+# Processes that are killed; a kill of the loop is tried daily.
+@pytest.mark.turn("tilegym_db/store/", "tilegym_db/catalog/", "tilegym_db/files.py")
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPWISE)
@@ -155,6 +157,8 @@ def test_killed_writer_loses_nothing_and_its_work_repeats(name: str, place: Plac
         check_whole(place)
 
 
+# Processes that are killed; a kill of the loop is tried daily.
+@pytest.mark.turn("tilegym_db/store/", "tilegym_db/files.py")
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", BY_TIME)

@@ -32,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from tilegym_db.measurement.devices.devices import share_processors
+from tilegym_db.measurement.machine import share_processors
 
 END_S = 10.0
 """Left for a command to end its workers once the time is over."""

@@ -122,6 +122,7 @@ def test_a_broken_kernel_fails_with_the_message_of_its_compiler(
         assert len(result.log) <= 4000
 
 
+@pytest.mark.turn("tilegym_db/backends/")  # waits for a job that hangs
 @pytest.mark.slow
 def test_what_a_job_does_to_its_process_costs_that_job_only(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
@@ -235,6 +236,7 @@ def test_target_unknown_to_the_toolchain_is_refused_not_failed(
     assert "sm_70" in refused.log
 
 
+@pytest.mark.turn("tilegym_db/backends/", "pyproject.toml", "constraints.txt")  # nvcc in a separate process
 @pytest.mark.slow
 def test_tilelang_compiles_with_python_packages_alone(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, tmp_path: Path

@@ -68,6 +68,7 @@ def spoil(row_scale, monkeypatch):
     return change
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -133,6 +134,7 @@ def test_an_absent_gpu_is_refused_without_pytorch(environment):
     assert result.stdout.endswith("False\n")
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py")  # a pipe of 200,000 lines
 def test_a_reader_that_goes_away_is_no_error(environment):
     command = " ".join([*COMMAND, "sql", "'SELECT * FROM range(200000)'", "--csv"])
     script = f"{command} | head -1; echo ${{PIPESTATUS[0]}}"
@@ -150,6 +152,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, target, reason):
     assert (result.returncode, result.stderr) == (1, f"error: cannot write the output: {reason}.\n")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_file_does_not_take_the_place_of_a_closed_stream(environment, home, descriptor):
     close = "<&-" if descriptor == 0 else f"{descriptor}>&-"
@@ -169,13 +172,16 @@ def test_file_does_not_take_the_place_of_a_closed_stream(environment, home, desc
     # Not by their values, which pytest 8 does not shorten: the id is in the environment of what a test starts, 128 KiB at most.
     ids=["UTF-16", "no UTF-8", "NUL", "too long"],
 )
-def test_a_statement_that_is_no_text_is_refused(environment, content, message):
-    result = run(environment, "sql", "-", input=content, text=False)
-    assert result.returncode == 2
-    assert message in result.stderr.decode()
-    assert b"Traceback" not in result.stderr
+def test_a_statement_that_is_no_text_is_refused(cli, content, message, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    result = cli("sql", "-")
+    assert result.code == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
 
 
+# Waits 4 s; the interrupts beside it are sent daily.
+@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/store/asking.py")
 def test_an_interrupt_ends_a_query(environment):
     assert run(environment, "sql", "SELECT 1").returncode == 0  # makes the store
     with subprocess.Popen([*COMMAND, "sql", SLOW_QUERY], env=environment, stderr=subprocess.PIPE, text=True) as process:

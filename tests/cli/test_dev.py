@@ -111,6 +111,7 @@ def test_wrong_request_is_wrong_usage(cli, kernel, options, cause):
     assert (result.code, result.cause, result.out) == (2, cause, "")
 
 
+@pytest.mark.turn("tilegym_db/cli/dev.py")  # test_dev.py of measurement has rounds of a session daily
 def test_watch_prints_a_round_per_edit_and_ends_well(tmp_path, home):
     kernel = tmp_path / "gate.py"
     right = (

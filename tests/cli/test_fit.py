@@ -27,7 +27,7 @@ from tilegym_db.published.table import ServingLock, load_table
 from tilegym_db.records import Trace
 from tilegym_db.sandbox import worker
 from tilegym_db.sandbox.confine import Sandbox
-from tilegym_db.sandbox.limits import Confinement
+from tilegym_db.sandbox.processes import Confinement
 from tilegym_db.store.connection import open_store
 
 REAL = Path(__file__).resolve().parents[2]
@@ -216,6 +216,7 @@ def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text:
     assert (refused.code, refused.cause) == (2, "numbers_invalid")
 
 
+@pytest.mark.turn("tilegym_db/loop/fit.py", "tilegym_db/sandbox/")  # test_unconfined.py has the promotion daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_confinement_a_model_gets_what_the_package_ships(

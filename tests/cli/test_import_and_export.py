@@ -95,6 +95,7 @@ def test_export_writes_one_family(cli: Callable[..., Any], home: Path, tmp_path:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.turn("tilegym_db/interchange/")  # test_blobs.py draws them daily
 def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home: Path, tmp_path: Path) -> None:
     def exported(name: str, *options: object) -> dict[str, int]:
         return cli("data", "export", "flashinfer", tmp_path / name, "--op-type", "engram", "--json", *options).json()[

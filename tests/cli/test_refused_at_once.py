@@ -18,6 +18,7 @@ except SystemExit as ended:
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -33,6 +34,7 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
     assert "'rms_norm" in result.stderr
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -56,6 +58,7 @@ def test_size_that_no_model_has_is_refused_before_pytorch_loads(words, home, wri
     assert "-64" in result.stderr
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -32,6 +32,7 @@ def test_solutions_of_one_operator_share_a_scale():
     assert max(lines["d", "h200", "fast"]) < min(lines["d", "h200", "slow"])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("command", [("best", "softmax", "--rank"), ("best", "softmax"), ("show", "softmax_triton")])
 def test_lines_are_left_out_of_a_pipe_and_fit_a_terminal(command, cli):
     assert not set(BLOCKS) & set(cli(*command).out)

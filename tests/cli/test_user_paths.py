@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 DAILY = "analyst"
 
 
+@pytest.mark.turn("tilegym_db/cli/kit/")  # a page of the same commands is run daily
 @pytest.mark.parametrize(
     "user", [pytest.param(user, marks=() if user == DAILY else pytest.mark.nightly) for user in PATHS]
 )

@@ -11,7 +11,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload, axes_key
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.inputs import draw_inputs
 
 SEED = 1729

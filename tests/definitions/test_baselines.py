@@ -12,8 +12,8 @@ import torch
 from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import DISTRIBUTIONS
 from tilegym_db.verification.gates import check_output
@@ -51,6 +51,7 @@ def test_torch_compile_is_a_baseline_only(name: str, catalog: Catalog) -> None:
     assert (spec.role, spec.provides) == ("baseline", "compile")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["rms_norm_compile", "swiglu_compile"])
 def test_torch_compile_runs_a_static_graph_of_every_shape(
     name: str, catalog: Catalog, monkeypatch: pytest.MonkeyPatch

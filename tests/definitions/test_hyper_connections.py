@@ -11,8 +11,8 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.call import differentiated
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition_rules import GRADIENT
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, run_lifted, run_reference
 

@@ -14,7 +14,7 @@ from shipped_records import CATALOG
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.oracle import load_function, run_reference
@@ -130,6 +130,7 @@ def is_refused(name: str, source: str, cases: Iterable[OracleCase]) -> bool:
     return False
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("vocabulary", [1, 2, 262_208])
 @pytest.mark.parametrize("name", LOSSES)
 def test_honest_losses_pass_the_gates(name: str, vocabulary: int) -> None:

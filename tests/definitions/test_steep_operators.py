@@ -8,7 +8,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import CONTENTS, DISTRIBUTIONS, RANGES

@@ -32,7 +32,7 @@ PAGES = (
 )
 FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
-FIRST = "docs/how-to/write-a-kernel.md"
+FIRST = "docs/how-to/ask-the-database.md"
 """The page of commands that every run follows; the page of Python that every run follows is the generated one of operators."""
 GIVEN = [
     pytest.param(

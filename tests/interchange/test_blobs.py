@@ -43,7 +43,7 @@ from tilegym_db.interchange.flashinfer_export import (
 )
 from tilegym_db.interchange.importing import folder_beside, import_data_set, imported_files, write_tree
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.store.imported import DataSet, data_set
 from tilegym_db.verification.inputs import draw_inputs
 
@@ -329,6 +329,7 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
         )
 
 
+@pytest.mark.turn("tilegym_db/interchange/", "tilegym_db/judging/")  # workers; imported contents are compared daily
 @pytest.mark.slow
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
     """Check that ids of a file stay inside the table; drawn ids would not. A cuTile kernel marked as Python runs as cuTile."""

@@ -98,6 +98,7 @@ def test_draft_computes_what_the_original_computes(dialect: str, home: Path, tmp
     assert result_of(draft, "solutions/writes/", tmp_path) == 4.0
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_draft_of_every_dialect_agrees_with_the_original(dialect: str, home: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tilegym_db.interchange.importing import import_data_set, write_tree
 from tilegym_db.judging.judging import compared, summary, verified_pairs
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.scaffold import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
 from tilegym_db.verification.expected import broken_constraint

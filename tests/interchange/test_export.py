@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from raising import raises
 
@@ -62,6 +63,7 @@ def test_partial_export_has_what_the_whole_has_of_its_share(
     assert all(export.files[path] == content for path, content in part.files.items() if path.split("/")[0] in FOLDERS)
 
 
+@pytest.mark.turn("tilegym_db/interchange/")  # of the whole catalog; test_round_trip.py has it of a small one daily
 def test_export_can_be_imported_without_a_finding_or_a_refusal(export: Export, home: Path, tmp_path: Path) -> None:
     write_tree(tmp_path / "out", export.files, export.blobs)
     found = import_data_set(tmp_path / "out").data_set

@@ -111,6 +111,7 @@ CASES: dict[str, tuple[Callable[[Path], Collection], Callable[[], Record], str]]
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", CASES)
 def test_a_value_of_another_type_never_ends_in_a_traceback(kind: str, new_tree: Callable[[str], Tree]) -> None:
     read, record, path = CASES[kind]

@@ -88,6 +88,7 @@ def made(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return make(request.param, TOKENS, STREAMS, SIZE)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_gradients_are_right_in_float64(name: str) -> None:
     layer, inputs = make(name, tokens=2, streams=2, size=3)  # every element of every parameter is moved on its own
@@ -163,6 +164,7 @@ def test_autocast_leaves_the_coefficients_in_float32(made: tuple[Any, Any]) -> N
         torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.turn("tilegym_db/layers.py", "tilegym_db/ops/")  # compilation; eager code is compared daily
 @pytest.mark.slow
 def test_it_compiles_whole_with_its_gradients(made: tuple[Any, Any]) -> None:
     layer, inputs = made

@@ -175,6 +175,7 @@ def test_calls_that_no_gpu_measured_are_planned_apart(norm: Catalog, checkout: P
     assert (plan.expected_share(), plan.unsure) == (plan.share, len(TINY))
 
 
+@pytest.mark.turn("tilegym_db/loop/coverage.py")  # two promotions; the plan is tested daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_points_are_measured_published_and_not_repeated(norm: Catalog, home: Path) -> None:

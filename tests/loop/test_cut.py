@@ -70,6 +70,7 @@ def test_seams_are_the_functions_that_forwards_call(model: Hybrid) -> None:
     assert [seam.name for seam in function_seams(model)] == ["Mixer.decayed_scan"]
 
 
+@pytest.mark.turn("tilegym_db/loop/cut.py")  # profiles of a model at three sizes
 def test_function_is_cut_with_axes_that_do_not_alias(model: Hybrid, ids: torch.Tensor) -> None:
     found = cut(model, SCAN, ids, "hybrid")
     assert not isinstance(found, str), found

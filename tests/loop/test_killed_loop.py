@@ -115,6 +115,7 @@ DONE_TWICE = {
 """What the process that was killed had not journaled yet. A kernel is never judged twice."""
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_loop_resumes_and_repeats_only_unjournaled_work(
     stage: str, loop: Callable[[], Any], home: Path, tmp_path: Path

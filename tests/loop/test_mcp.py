@@ -246,6 +246,7 @@ def test_misspelt_name_is_answered_with_the_nearest(home: Path) -> None:
     assert "Did you mean 'rms_norm'" in answer["error"]
 
 
+@pytest.mark.turn("tilegym_db/loop/mcp_server.py")  # a separate server
 @pytest.mark.slow
 def test_value_of_a_client_is_never_an_option(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept.txt"
@@ -265,6 +266,7 @@ def test_value_of_a_client_is_never_an_option(home: Path, tmp_path: Path) -> Non
     assert all(value in answer["error"] for answer in answers), answers
 
 
+@pytest.mark.turn("tilegym_db/loop/mcp_server.py")  # a separate server
 @pytest.mark.slow
 def test_long_list_comes_in_pages_without_a_gap(home: Path) -> None:
     pages: list[dict[str, Any]] = [

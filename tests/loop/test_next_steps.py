@@ -132,6 +132,7 @@ def test_what_a_busy_machine_disturbed_refuses_nothing(task: Task) -> None:
         assert (award_refusal(task, [trace], {}) is None) == is_disturbed
 
 
+@pytest.mark.turn("tilegym_db/loop/submit.py")  # two promotions; test_busy.py has the verdict daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_submission_on_a_busy_machine_is_judged_by_the_next_call(

@@ -23,6 +23,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "traces/")  # of all shipped awards, three times
 @pytest.mark.slow
 def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"

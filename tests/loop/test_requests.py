@@ -114,6 +114,7 @@ def test_a_task_whose_kernels_nothing_can_verify_here_says_so(
     assert (f"{language} kernels are verified in an interpreter on a CPU" in error) == told
 
 
+@pytest.mark.turn("tilegym_db/loop/from_model.py")  # a profile of a model
 @pytest.mark.slow
 def test_part_that_the_profiled_call_does_not_reach_is_named(config: Path) -> None:
     found = tasks_from_model(config, language="python", gpu="cpu", prompt=16, dtype="float32")

@@ -238,6 +238,7 @@ PAGE = (
 )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -10,8 +10,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.loop import award_rows, journaled, verified_baselines
 
 KERNELS = """
@@ -37,6 +36,7 @@ def kernel_traces(store: Store) -> list[Trace]:
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "traces/")  # of all shipped traces
 def test_shipped_passes_that_earn_an_award_have_exactly_one(store: Store) -> None:
     rows = {row["trace_id"]: row for row in award_rows(store)}
     seen = kernel_traces(store)

@@ -117,6 +117,7 @@ def test_passed_trace_keeps_latency_and_speedup_in_their_format(store, tmp_path)
     assert all(item["reference_latency_ms"] >= 0.5 * item["latency_ms"] for item in passed)
 
 
+@pytest.mark.turn("benchmarks/against_flashinfer_bench/")  # a script that fills a store
 def test_our_store_answers_every_point_that_was_measured(store, tmp_path):
     store.write_both(tmp_path, 1000)
     found = store.measure_ours(tmp_path / "ours", repeats=1)

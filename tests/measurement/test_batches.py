@@ -30,7 +30,7 @@ from tilegym_db.measurement.run_setup import RunContext
 from tilegym_db.measurement.runner import BufferPool, Runner
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.records import Definition, Trace
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.worker import WorkerHasNoMemory, WorkerProcess
 from tilegym_db.verification import contents

@@ -229,6 +229,7 @@ HALVES = """def run(x, weight, factor, out):
 """
 
 
+@pytest.mark.turn("tilegym_db/measurement/benchmark.py", "tilegym_db/measurement/plan.py")  # two promotions
 def test_new_kernel_is_compared_with_the_best_in_the_same_rounds(make_catalog, tmp_path):
     solutions = {"row_scale_stock": (SLOW, STOCK), "row_scale_fast": FAST, "row_scale_rows": SLOW + "# again\n"}
     sizes = ({"axes": {"M": 64, "N": 64}},)
@@ -255,6 +256,7 @@ def test_new_kernel_is_compared_with_the_best_in_the_same_rounds(make_catalog, t
     assert best == {"solution": "row_scale_fast", "run_id": second.run_id}
 
 
+@pytest.mark.turn("tilegym_db/measurement/benchmark.py")  # two promotions; test_queries.py has the rule daily
 def test_verify_says_that_a_wrong_number_outweighs_its_pass(make_catalog, tmp_path):
     source = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
     catalog, home = make_catalog(tmp_path / "catalog", {"honest": source}), tmp_path / "home"

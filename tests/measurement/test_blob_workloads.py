@@ -115,6 +115,7 @@ def test_trace_states_the_file_and_a_failure_its_reproduction(catalog: Callable[
     assert shlex.split(failed.failure.command) == ["tilegym-db", *words]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("damage", ["changed", "gone"])
 def test_changed_input_file_is_not_measured_on(catalog: Callable[..., Catalog], tmp_path: Path, damage: str) -> None:
     root = tmp_path / "catalog"
@@ -140,6 +141,7 @@ def test_file_that_breaks_a_rule_about_contents_is_not_measured(
     assert "row_scale requires x[0, 0].item() >= -5, which the contents break" in lost.reason
 
 
+@pytest.mark.turn("tilegym_db/measurement/audit.py")  # two promotions
 def test_contents_of_files_only_are_promoted_or_unsupported(
     catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from tilegym_db.measurement.audit import check_fresh_contents
 from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.measurement.runner import BufferPool
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.inputs import draw_inputs, draws_spread, spreads_otherwise
 from tilegym_db.verification.session import Verification, VerifiedWorkload

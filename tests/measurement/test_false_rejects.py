@@ -47,6 +47,7 @@ def test_the_smallest_workload_that_is_worth_a_call_comes_first(rejects: ModuleT
     assert len(worth) < len(moved)
 
 
+@pytest.mark.turn("benchmarks/false_rejects.py")  # a script that starts workers
 @pytest.mark.slow
 def test_an_end_in_the_middle_keeps_the_verdicts_that_were_there(
     rejects: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

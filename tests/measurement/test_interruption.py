@@ -100,6 +100,7 @@ def test_ctrl_c_ends_a_hanging_run_and_keeps_its_measurements(hanging_bench, hom
     assert len(rows) == 2
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # test_sandbox_bounds.py kills a harness daily
 def test_hanging_worker_does_not_outlive_a_killed_run(hanging_bench, tmp_path):
     assert processes_in(tmp_path / "scratch")
     hanging_bench.kill()

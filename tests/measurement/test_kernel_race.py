@@ -14,7 +14,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.published.input_files import read_traces, trace_files
 from tilegym_db.records import Trace
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
+from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
@@ -93,6 +93,7 @@ def test_an_output_that_is_not_optional_cannot_be_omitted(catalog: Callable[...,
         records.solution("row_peak_bad")
 
 
+@pytest.mark.turn("tilegym_db/measurement/plan.py")  # a promotion; the screen of it is tested daily
 def test_promotion_of_an_omitted_output_is_refused_by_name(catalog: Callable[..., Catalog], home: Path) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     with raises(UsageError, "solution_not_timed", "row_peak_part omits peak"):

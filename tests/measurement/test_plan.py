@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from raising import raises
 
+from tilegym_db.backends.toolchains import INTERPRETERS
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.measurement.plan import Options, Plan, make_plan, names_of
 from tilegym_db.records.solution import config_id
-from tilegym_db.sandbox.interpreters import INTERPRETERS
 
 HERE = Machine("cpu", "cpu", "a processor")
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")

@@ -120,6 +120,7 @@ def test_of_each_operator_one_solution_comes_first_then_its_next(make_catalog: A
     assert list(in_turns([], random.Random(1))) == []
 
 
+@pytest.mark.turn("benchmarks/pressure")  # a script that waits 8 s
 def test_a_round_that_still_runs_at_the_end_counts_for_nothing(
     make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

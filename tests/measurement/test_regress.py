@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
 from tilegym_db.measurement.benchmark import bench
-from tilegym_db.measurement.devices.devices import cpu_slots
+from tilegym_db.measurement.machine import cpu_slots
 from tilegym_db.measurement.regress import Bars, RegressionReport, SourceHistory, regress
 
 FAST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
@@ -84,6 +84,7 @@ def test_slow_version_regresses_and_the_reverse_improves(root):
     assert back.findings == []
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # two devices; one finds it daily
 def test_two_devices_find_the_regression_that_one_finds(root):
     rewrite(root, SLOW)
     report = run(root, "HEAD", "row_scale_new", devices=cpu_slots(2))

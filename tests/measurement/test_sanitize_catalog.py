@@ -18,7 +18,7 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
 MARK = "tilegym-db-call "
@@ -107,6 +107,7 @@ def test_processes_are_spread_over_the_devices_that_are_visible(pool) -> None:
     assert [pool.device_of(slot, 4, "GPU-a,GPU-b") for slot in range(3)] == ["GPU-a", "GPU-b", "GPU-a"]
 
 
+@pytest.mark.turn("benchmarks/sanitize")  # a script that starts workers
 def test_both_planted_mistakes_run_before_any_kernel_is_compiled(
     sweeping, pool, chosen, tmp_path: Path, catalog
 ) -> None:
@@ -172,6 +173,7 @@ echo '{END}'"""
     assert sweeping.kind_of(by_name[hung].result) == "no verdict"
 
 
+@pytest.mark.turn("benchmarks/sanitize")  # a script that starts workers
 def test_a_kernel_that_fails_without_a_tool_is_run_under_none(sweeping, pool, chosen, tmp_path: Path) -> None:
     (python,) = choose_solutions(Catalog((shipped_root(),)), ["softmax_stock"], H200)
     good, bad = replace(python, cases=chosen[0].cases), chosen[1]  # no tile language runs on a CPU

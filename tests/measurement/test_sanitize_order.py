@@ -15,7 +15,7 @@ from tilegym_db.measurement.instruments.requests import Chosen, choose_solutions
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
 TOOLS = ("memcheck", "racecheck", "synccheck")

@@ -19,7 +19,7 @@ from handicaps import NO_CAPABILITIES, NO_LANDLOCK, keep_a_containers_capabiliti
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import sandbox_check
 from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
-from tilegym_db.sandbox.limits import Confinement
+from tilegym_db.sandbox.processes import Confinement
 
 NEEDS_LANDLOCK = pytest.mark.skipif(
     landlock_version() < MINIMAL_VERSION, reason="the kernel has no Landlock to take away"
@@ -40,7 +40,7 @@ from tilegym_db.paths import use_root
 stack = contextlib.ExitStack()
 stack.enter_context(use_root(root))
 from tilegym_db.measurement.benchmark import verify
-from tilegym_db.measurement.devices.devices import cpu_slots
+from tilegym_db.measurement.machine import cpu_slots
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
 from tilegym_db.errors import TilegymDBError
@@ -118,6 +118,7 @@ def said(package: Path, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.sweep(2)
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_only_shipped_code_is_promoted_and_serves_this_user(said, handicap, slot
     assert "The package ships no source of row_scale_fast, row_scale_mine" in edited
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # a promotion without capabilities; test_sandbox_levels.py has the level daily
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")

@@ -235,6 +235,8 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 """
 
 
+# Interpreted; the same calls run on stand-ins daily.
+@pytest.mark.turn("tilegym_db/models/parts/attention.py", "solutions/attention/")
 def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
     """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=OPS)

@@ -217,6 +217,7 @@ def counts(handle: Any) -> dict[str, Any]:
     return {site.definition: site.counts for site in handle.report().sites if site.counts is not None}
 
 
+@pytest.mark.turn("tilegym_db/models/call_site.py")  # code generation; graphs are compared daily
 def test_inductor_runs_kernels_between_its_own_code(kernels: Catalog, build: Any) -> None:
     model = build_one_layer(build).requires_grad_(False)
     hidden = [torch.randn(2, length, 64, generator=torch.Generator().manual_seed(1)) for length in (5, 7)]
@@ -239,6 +240,7 @@ def test_failing_kernel_falls_back_in_the_promised_layout(shop: Any, logits: Any
     assert handle.report().kernel_calls == 0
 
 
+@pytest.mark.turn("tilegym_db/models/rewrite.py")  # two graphs of a training step; eager ones are compared daily
 @pytest.mark.sweep
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_of_compiled_code_are_those_of_stock(
@@ -281,6 +283,8 @@ def test_transforms_in_compiled_code_see_the_models_own_code(way: str, kernels: 
     torch.testing.assert_close(found, stock)
 
 
+# Three compiled models; one is compared daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 def test_two_patched_models_of_one_class_keep_their_own_kernels(
     shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:

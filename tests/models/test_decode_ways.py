@@ -79,6 +79,7 @@ def test_table_has_a_line_for_each_record(decode_ways: ModuleType) -> None:
     assert absent.endswith("it is not installed")
 
 
+@pytest.mark.turn("benchmarks/decode_ways.py", "benchmarks/soak")  # a script; decoding is tested elsewhere
 def test_soak_replays_graphs_with_stocks_sequences(soak_graphs: ModuleType, kernels: Catalog, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     sizes = ["--steps", "120", "--longest", "6", "--episode", "24", "--models", "llama-3.2-1b"]

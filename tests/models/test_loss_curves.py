@@ -12,7 +12,13 @@ import pytest
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep, pytest.mark.filterwarnings("ignore::FutureWarning")]
+# A script; test_training.py has the gradients daily.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sweep,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.turn("benchmarks/loss_curves.py"),
+]
 
 STEPS, LAYERS = 10, 2
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--rows", "2", "--tokens", "16", "--steps", str(STEPS)]

@@ -174,6 +174,7 @@ def test_unpatching_restores_classes_and_results(
     assert torch.equal(logits(twin, prompt()), stock)
 
 
+@pytest.mark.turn("tilegym_db/models/parts/")  # compilation; eager code is compared daily
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_code_gives_the_results_of_stock(
     name: str, mixers: Catalog, logits: Any, build: Any, prompt: Any

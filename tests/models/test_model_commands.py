@@ -399,6 +399,7 @@ def asked(question: str) -> Any:
     return json.loads(invoke(sql.command, question, "--json").stdout)
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # three ways of a model, compiled
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_modes_are_compared_with_compiled_modes(
     backend: str, kernels: Catalog, config: Path, capsys: pytest.CaptureFixture[str]
@@ -466,6 +467,7 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # a process that loads PyTorch
 def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog, config: Path, liger: Path) -> None:
     result = invoke(models.bench_command, config, *BRIEF, "--beside", "liger", "--beside", "tilegym", "--json")
     assert result.exit_code == 0, result.output
@@ -489,6 +491,7 @@ def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog,
     assert llama.LlamaRMSNorm.__module__.startswith("transformers")
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # a process that loads PyTorch
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("source", "reason"),

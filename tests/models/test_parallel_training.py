@@ -12,7 +12,12 @@ import pytest
 
 from tilegym_db import Catalog
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep]
+# Two processes that load PyTorch; one has the same gradients daily.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sweep,
+    pytest.mark.turn("tilegym_db/models/training.py", "tests/parallel_gradients.py"),
+]
 
 SCRIPT = Path(__file__).parents[1] / "parallel_gradients.py"
 NORMS, LAYERS = 5, 2

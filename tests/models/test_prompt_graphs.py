@@ -98,6 +98,7 @@ def inputs_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_after_a_replayed_prompt_are_those_of_stock(name):
     stock, model = made(name), made(name)

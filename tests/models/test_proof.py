@@ -17,7 +17,7 @@ from tilegym_db.models.capture import CapturedCall, captured_calls, copied, new_
 from tilegym_db.models.proof import allowed_error
 from tilegym_db.records import Workload
 from tilegym_db.records.definition import LIMITS
-from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.definition_parts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
 pytestmark = pytest.mark.sweep
@@ -194,6 +194,7 @@ def test_kernel_rounding_less_than_stock_has_smaller_errors(shop: Any, build: An
     assert all(0 < proof.kernel_error < proof.stock_error for proof in tried)
 
 
+@pytest.mark.turn("tilegym_db/models/proof.py")  # compilation; eager code is compared daily
 def test_a_compiled_model_runs_no_kernel_that_failed(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(dtype=torch.bfloat16), prompt()
     stock = logits(model, ids)

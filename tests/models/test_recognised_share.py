@@ -30,6 +30,7 @@ def shares(script: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *kind
     return json.loads(out.read_text())
 
 
+@pytest.mark.turn("benchmarks/recognised")  # a script
 def test_shares_of_two_architectures_are_estimated(
     recognised_share: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:

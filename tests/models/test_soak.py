@@ -17,7 +17,8 @@ import torch
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep]
+# A script; decoding is tested elsewhere.
+pytestmark = [pytest.mark.slow, pytest.mark.sweep, pytest.mark.turn("benchmarks/soak")]
 
 MIB = 1 << 20
 

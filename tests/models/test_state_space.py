@@ -193,6 +193,7 @@ def test_unpatching_restores_classes_and_results(name: str, poison: Catalog, log
     assert torch.equal(logits(twin, prompt()), stock)
 
 
+@pytest.mark.turn("tilegym_db/models/parts/state_space.py")  # compilation; eager code is compared daily
 def test_compiled_code_gives_the_results_of_stock(scans: Catalog, logits: Any, prompt: Any) -> None:
     model = built("falcon_h1")
     stock = logits(model, prompt())

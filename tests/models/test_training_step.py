@@ -13,7 +13,8 @@ import pytest
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.sweep]
+# A script; test_training.py has the gradients daily.
+pytestmark = [pytest.mark.slow, pytest.mark.sweep, pytest.mark.turn("benchmarks/training_step.py")]
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--rows", "4", "--tokens", "8"]
 

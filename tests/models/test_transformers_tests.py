@@ -11,6 +11,9 @@ import pytest
 
 from tilegym_db.paths import shipped_root
 
+# A script that runs pytest twice.
+pytestmark = pytest.mark.turn("benchmarks/transformers_tests.py")
+
 SCRIPT = shipped_root() / "benchmarks" / "transformers_tests.py"
 TESTS = """
 import torch

@@ -12,7 +12,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import TensorInfo, bind_arguments, bind_call, is_code_selecting, solve_axes
-from tilegym_db.records.layouts import contiguous_strides
+from tilegym_db.records.definition_parts import contiguous_strides
 
 
 def define(inputs: dict[str, Any], outputs: dict[str, Any], axes: str = "M N", **changes: Any) -> Definition:

@@ -19,8 +19,8 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import read_traces
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
+from tilegym_db.records.definition_parts import layout_class, layout_strides, parse_layout
 from tilegym_db.records.expressions import evaluate, names_in
-from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
 from tilegym_db.records.solution import Family, expanded
 
 # Python's own parser remarks on texts such as '0or 1'; a record with one is refused or means what it says.

@@ -7,6 +7,7 @@ from raising import raises
 
 from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.records import Definition, Workload, axes_key
+from tilegym_db.records.definition_parts import accepts, contiguous_strides, layout_class, layout_strides
 from tilegym_db.records.hardware import (
     GPU_SLUGS,
     gpu_base,
@@ -17,7 +18,6 @@ from tilegym_db.records.hardware import (
     parse_gpu,
     same_gpu,
 )
-from tilegym_db.records.layouts import accepts, contiguous_strides, layout_class, layout_strides
 
 
 @pytest.fixture

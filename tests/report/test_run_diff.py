@@ -15,8 +15,7 @@ from tilegym_db.errors import NotFoundError
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.report.weekly import CHANGES, change_of, diff_page, read_diff
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import read_traces

@@ -10,7 +10,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.records import Definition
-from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.definition_parts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
 DEFINITIONS = list(CATALOG.definitions.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from published_tables import table_of as published_table
@@ -159,6 +160,7 @@ def is_outside(call: dict[str, Any], table: ResolverTable) -> bool:
     return why_outside_scalars(DEFINITION, call["scalars"], table.scalar_hull(DEFINITION.name)) is not None
 
 
+@pytest.mark.turn("tilegym_db/resolver/", "tilegym_db/published/")  # drawn tables; chosen ones are looked up daily
 @given(st.data())
 def test_a_look_up_is_the_long_way_made_short(data: st.DataObject) -> None:
     unavailable = data.draw(st.sampled_from([{}, {"triton": "triton cannot run here"}]))

@@ -7,13 +7,12 @@ import shutil
 from typing import Any
 
 import pytest
-from published_tables import write_table
+from published_tables import lock_folder, write_table
 from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import LOCK_NAME, packed
-from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import load_table
 
 

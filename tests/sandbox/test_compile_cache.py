@@ -89,6 +89,7 @@ def test_fork_server_has_no_more_threads_for_its_compile_cache(start, folder):
     assert threads(start(compile_cache=folder)) == threads(start())
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # Inductor without a compiler
 @pytest.mark.parametrize("trouble", ["no compiler", pytest.param("spoilt", marks=pytest.mark.nightly)])
 def test_failed_compile_cache_leaves_no_files_and_workers_start(trouble, start, folder, tmp_path, monkeypatch):
     if trouble == "spoilt":

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.sandbox.limits import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
+from tilegym_db.sandbox.processes import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ time.sleep(90)
 """
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("body", "bound"),
     [

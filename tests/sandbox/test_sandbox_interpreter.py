@@ -11,7 +11,7 @@ SCRIPT = """
 import torch
 import triton
 import triton.language as tl
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 
 repair_interpreter()
 

@@ -12,7 +12,7 @@ import pytest
 from handicaps import NO_CAPABILITIES, NO_LANDLOCK
 from raising import raises
 
-from tilegym_db.sandbox.limits import Confinement, WorkerSpec
+from tilegym_db.sandbox.processes import Confinement, WorkerSpec
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, best_level
 
 REPORT = """
@@ -80,6 +80,7 @@ def test_two_workers_are_two_users(peer, offered_level):
     assert first.runs_as != second.runs_as
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("handicap", "level", "reason"),
     [
@@ -100,7 +101,7 @@ def test_refused_level_is_replaced_by_the_next_with_the_reason(handicap, level, 
 
 
 def test_what_the_harness_asks_survives_the_pipe():
-    from tilegym_db.sandbox.limits import ResourceBounds
+    from tilegym_db.sandbox.processes import ResourceBounds
 
     spec = WorkerSpec(
         Confinement(3, own_user=False, proc_writes="none", unix_sockets=True),

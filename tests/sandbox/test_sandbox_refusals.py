@@ -20,8 +20,7 @@ import pytest
 
 from tilegym_db.paths import shipped_root
 from tilegym_db.sandbox.confine import PACKAGE, FilterOptions, build_filter
-from tilegym_db.sandbox.limits import Confinement
-from tilegym_db.sandbox.processes import NUMBERS, PROCESSORS, this_processor
+from tilegym_db.sandbox.processes import NUMBERS, PROCESSORS, Confinement, this_processor
 from tilegym_db.sandbox.worker import WorkerProcess
 
 # Evaluates expressions one by one and answers with what each raised, or with what it gave.
@@ -47,9 +46,9 @@ while True:
 CONFINE_ONESELF = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tilegym_db.sandbox.limits import ResourceBounds
+from tilegym_db.sandbox.processes import ResourceBounds
 from tilegym_db.sandbox.confine import confine
-from tilegym_db.sandbox.limits import Confinement, WorkerSpec
+from tilegym_db.sandbox.processes import Confinement, WorkerSpec
 spec = WorkerSpec(Confinement(2), ResourceBounds.of_machine(), "cpu", sys.argv[2], 0)
 print(confine(spec, os.environ, None)["level"], os.getuid())
 try:

@@ -42,6 +42,7 @@ def test_calls_of_all_models_fit_their_definitions() -> None:
             check_call(DEFINITIONS[question.definition], question.workload())
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "gemma-3-4b"])
 @pytest.mark.parametrize("known", [False, True])
 def test_points_answer_every_question_and_few_are_superfluous(name: str, known: bool) -> None:

@@ -33,7 +33,7 @@ def test_draft_for_any_operator_is_valid_callable_and_scan_clean(name, language)
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_stock_code_made_from_a_reference_is_right(name):
-    from tilegym_db.records.case import Case
+    from tilegym_db.records.workload import Case
     from tilegym_db.verification.admission import smallest_axes, trial_scalars
     from tilegym_db.verification.inputs import draw_inputs
     from tilegym_db.verification.oracle import name_outputs, run_reference

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sweep
 INTERPRETED = """
 import json, sys
 import torch
-from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.backends.toolchains import repair_interpreter
 repair_interpreter()
 from tilegym_db.catalog import Catalog
 from tilegym_db.resolver.loader import load_verified
@@ -36,6 +36,7 @@ print(json.dumps(float((out - truth).norm() / truth.norm())))
 """
 
 
+@pytest.mark.turn("solutions/attention/")  # interpreted, of a kernel that seldom changes
 @pytest.mark.parametrize(
     ("S", "L", "causal"),
     [

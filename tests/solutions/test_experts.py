@@ -15,7 +15,8 @@ from functools import cache
 import pytest
 import torch
 
-pytestmark = pytest.mark.sweep
+# Interpreted, of two kernels that seldom change.
+pytestmark = [pytest.mark.sweep, pytest.mark.turn("solutions/moe/", "solutions/_lib/triton/")]
 
 TOKENS, H, INNER, E, K = 150, 24, 16, 6, 8
 
@@ -117,7 +118,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()  # as the gates do: Triton's own one rounds casts to bfloat16 and FP8 otherwise
     routing, is_fp8 = routings(), sys.argv[1] == FP8_KERNEL

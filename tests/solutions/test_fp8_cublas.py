@@ -14,8 +14,8 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_tensor, plan_slot, tensor_of_its_own, tensor_view
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.gates import relative_error

@@ -40,6 +40,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# Interpreted, of kernels that seldom change.
+@pytest.mark.turn("solutions/gemm/", "solutions/moe/", "solutions/_lib/triton/")
 @pytest.mark.slow
 @pytest.mark.records("kernel")
 @pytest.mark.parametrize(("kernel", "case"), CASES)
@@ -96,7 +98,7 @@ def errors_of(kernel: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({case: error for kernel in sys.argv[1:] for case, error in errors_of(kernel).items()}))

@@ -14,7 +14,7 @@ from tilegym_db.backends import load
 from tilegym_db.measurement.plan import Options
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.scan.scan import scan_sources
 from tilegym_db.sandbox.scan.tables import LIBRARIES, MEMBERS
 from tilegym_db.sandbox.shared_buffers import same_bytes

@@ -33,6 +33,7 @@ def answers() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.turn("solutions/moe/", "solutions/_lib/triton/")  # interpreted, of kernels that seldom change
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "router", [pytest.param(name, marks=pytest.mark.records(of=f"{name}_triton")) for name in ROUTERS]
@@ -60,7 +61,7 @@ def answer(router: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({router: answer(router) for router in ROUTERS}))

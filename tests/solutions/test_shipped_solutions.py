@@ -157,6 +157,7 @@ def test_it_rounds_every_product_that_it_adds_in_half_precision(kernel: str, com
         assert found == [], job.workload.dtypes
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounded", "dtype", "fused"),

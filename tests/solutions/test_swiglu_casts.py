@@ -30,6 +30,7 @@ def answers() -> dict[str, Any]:
     return parsed
 
 
+@pytest.mark.turn("solutions/quant/")  # interpreted, of a kernel that seldom changes
 @pytest.mark.slow
 @pytest.mark.records(of=f"{NAME}_triton")
 @pytest.mark.parametrize("case", CASES)
@@ -56,7 +57,7 @@ def answer(rows: int, tokens: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.sandbox.interpreters import repair_interpreter
+    from tilegym_db.backends.toolchains import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({case: answer(*sizes) for case, sizes in CASES.items()}))

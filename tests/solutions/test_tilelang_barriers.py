@@ -21,7 +21,11 @@ from tvm.target import Target
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 
-pytestmark = pytest.mark.sweep
+# Of kernels that seldom change, lowered by TileLang.
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.turn("solutions/gemm/", "solutions/attention/", "solutions/loss/", "constraints.txt"),
+]
 
 CHOSEN = re.compile(r"^( *)if \(tl::tl_shuffle_elect<(\d+)>\(\)\) \{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
 """What one thread of so many does."""

@@ -17,7 +17,7 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.tilelang_interpreter import interpreting
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.verification.cases import fuzz_cases

@@ -22,12 +22,16 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.published.snapshot import signed_line
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.journal import Journal
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 LANGUAGES = {"stock": "python", "triton": "triton", "tilelang": "tilelang"}
+
+
+@pytest.fixture(autouse=True)
+def stores_are_filled(fill_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilegym_db.store.filling.create_database", fill_store)
 
 
 def definition_record(name: str, op_type: str, version: str = "1.0.0", factor: int = 2) -> Definition:

@@ -74,6 +74,7 @@ def test_the_list_fills_the_database_as_judging_does(monkeypatch: pytest.MonkeyP
     assert all(len(rows) > 100 for rows in without)
 
 
+@pytest.mark.turn("tilegym_db/store/", "traces/")  # of all shipped traces
 def test_doubts_are_the_same_if_every_shipped_trace_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     catalog = Catalog((shipped_root(),))
     plausible = Checked(catalog).plausible()

@@ -43,6 +43,7 @@ def test_show_tables_lists_the_views_and_no_internals(text: str, place: Path) ->
     assert tuple(row[0] for row in result.rows) == VIEWS
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("text", ["DESCRIBE best", "desc BEST;", "SHOW best", "DESCRIBE main.best", 'DESC "best"'])
 def test_describe_has_types_and_comments(text: str, place: Path) -> None:
     result = run_user_query(text, path=place)

@@ -18,9 +18,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import packed, trace_lines
-from tilegym_db.store import database, filling
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import LOCK_TIMEOUT_S, ROW_GROUP_SIZE
+from tilegym_db.store import connection as opening
+from tilegym_db.store import filling
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -37,7 +37,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def stores_are_made(make_store: Callable[[Path], database.Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def stores_are_made(make_store: Callable[[Path], opening.Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files' stores begin as copies."""
     monkeypatch.setattr(filling, "new_store", make_store)
 
@@ -175,7 +175,7 @@ def test_a_store_held_by_another_program_says_by_which(opened, home):
 WRITER = """
 import sys, time
 from pathlib import Path
-from tilegym_db.store.database import connect, writer_lock
+from tilegym_db.store.connection import connect, writer_lock
 path = Path(sys.argv[1])
 with writer_lock(path, 5):
     connection = connect(path, read_only=False, timeout_s=5)
@@ -185,6 +185,7 @@ with writer_lock(path, 5):
 """
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py")  # waits 12 s
 @pytest.mark.slow
 def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, caplog):
     with opened():
@@ -198,12 +199,13 @@ def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, cap
     assert [record.message for record in caplog.records if f"PID {writer.pid}" in record.message]
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py")  # waits 6 s
 @pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
 def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, root, monkeypatch, is_busy):
     with opened():
         pass
-    monkeypatch.setattr(database, "IDLE_S", 1.0)
+    monkeypatch.setattr(opening, "IDLE_S", 1.0)
     compute = "end = time.monotonic() + 6\n    while time.monotonic() < end: sum(range(100_000))"
     work = WRITER.replace("time.sleep(float(sys.argv[2]))", compute) if is_busy else WRITER
     command = [sys.executable, "-c", work, str(home / "tilegym.duckdb"), "60"]
@@ -226,7 +228,7 @@ def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch
     held = threading.Event()
 
     def create() -> None:
-        with database.writer_lock(home / "tilegym.duckdb", 1.0):
+        with opening.writer_lock(home / "tilegym.duckdb", 1.0):
             held.set()
             time.sleep(0.5)
 
@@ -467,7 +469,7 @@ def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, 
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
     with opened():
         pass  # the module was in use before
-    monkeypatch.setattr(database.os, "sysconf", machine.__getitem__)
+    monkeypatch.setattr(opening.os, "sysconf", machine.__getitem__)
     with opened() as store:
         assert store.rows("SELECT current_setting('memory_limit') AS found") == [{"found": limit}]
 
@@ -483,5 +485,5 @@ def test_file_system_without_locks_is_named_at_once(cause, read_only, tmp_path, 
     monkeypatch.setattr(duckdb, "connect", connect)
     began = time.monotonic()
     with raises(StoreError, "locks_missing", "TILEGYM_DB_HOME", cause):
-        database.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=database.LOCK_TIMEOUT_S)
-    assert time.monotonic() - began < database.LOCK_TIMEOUT_S / 2
+        opening.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=opening.LOCK_TIMEOUT_S)
+    assert time.monotonic() - began < opening.LOCK_TIMEOUT_S / 2

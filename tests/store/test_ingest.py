@@ -16,8 +16,7 @@ from raising import raises
 from tilegym_db.errors import StoreError
 from tilegym_db.records.workload import axes_key
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
-from tilegym_db.store.journal import Journal
-from tilegym_db.store.loading import joined
+from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 
 INGESTER = """

@@ -11,8 +11,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.page import page, read_report
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.queries import best_rows, count_unverified, leaderboard_rows, measured_gpus
 
 pytestmark = pytest.mark.slow
@@ -78,6 +77,7 @@ def test_table_has_the_rows_of_the_view(store: Store) -> None:
     assert [{key: row[key] for key in narrow[0]} for row in wide] == narrow
 
 
+@pytest.mark.turn("tilegym_db/report/")  # a store of 50,000 traces
 def test_report_of_fifty_thousand_cases_comes_quickly(tmp_path: Path) -> None:
     grown(tmp_path, "sizes", 50_000)
     catalog = Catalog.default()

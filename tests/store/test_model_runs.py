@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from model_runs import LIGER, model_run, speedups, timing, without_steps
+from published_tables import lock_folder
 from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
-from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.filling import ingest, rebuild
-from tilegym_db.store.loading import IngestReport
+from tilegym_db.store.journal import IngestReport
 from tilegym_db.store.loop import append
 from tilegym_db.store.publish import PublishReport, publish
 from tilegym_db.store.side_files import read_model_run, save_model_run

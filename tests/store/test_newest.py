@@ -47,6 +47,7 @@ def answers(store) -> dict[str, object]:
     return {"found": found, "wanted": wanted}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_marked_traces_answer_as_all_of_them_would(opened, write_traces, trace, tmp_path, root, seed):
     rng = random.Random(seed)

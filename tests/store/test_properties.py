@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import QueryError, RecordError
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import open_store, run_user_query
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store, run_user_query
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries import read_traces
+
+# Drawn lines; test_ingest.py has a line of each fault daily.
+pytestmark = pytest.mark.turn("tilegym_db/store/", "tilegym_db/records/")
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

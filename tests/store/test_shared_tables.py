@@ -412,6 +412,7 @@ def test_explain_and_doctor_say_what_is_used_and_why_not(team, on):
     assert shared_tables("h200") == []
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # its functions are tested above
 def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, monkeypatch):
     from tilegym_db.cli.app import app
     from tilegym_db.store.journal import Journal, read_journal

@@ -288,6 +288,7 @@ def as_it_lies(uri: str) -> tuple[set[str], list[str]]:
             return files, found
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # six processes; two writers at once are tried daily
 def test_kills_of_a_writer_lose_no_trace_and_double_none(s3, write, pytestconfig):
     most = 20 if pytestconfig.option.all_records else 6  # other moments every time
     moments, folders, kills = random.Random(os.urandom(8)), 1, 0
@@ -391,6 +392,7 @@ class CutOff:
                 client.sendall(answer[: len(answer) - 60])
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # its functions are tested above
 def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch, capsys):
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.app import app

@@ -43,6 +43,7 @@ def test_parameters_are_bound(ask):
     assert ask("SELECT $a", {"a": "'; DROP TABLE meta"}).rows == [("'; DROP TABLE meta",)]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("view", [*VIEWS, "best_per_solution", "newest_passes", "standing"])
 def test_every_view_can_be_read_and_described(ask, view):
     assert ask(f"SELECT * FROM {view}").columns == tuple(row[0] for row in ask(f"DESCRIBE {view}").rows)

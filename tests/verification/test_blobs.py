@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.inputs import BlobReader, blob_problems, draw_inputs
 

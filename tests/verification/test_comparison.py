@@ -7,7 +7,7 @@ import torch
 
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs, exact_outputs, reference_errors
 from tilegym_db.verification.gates import OutputComparison
 from tilegym_db.verification.inputs import draw_inputs

@@ -12,7 +12,7 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification import conditioning
 from tilegym_db.verification.conditioning import STEP, excuse_ill_conditioned
 from tilegym_db.verification.distributions import vary_scalars

@@ -12,8 +12,8 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call, TensorInfo, solve_axes
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.gates import EXACTLY

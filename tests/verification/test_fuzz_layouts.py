@@ -11,8 +11,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import (
     MANY_ROWS,
     ROWS_ALIGNED,
@@ -56,6 +56,7 @@ def rows_of(definition: Definition, case: Case, name: str) -> tuple[int, list[in
     return definition.shape_of(name, case.call.axes)[-1] * itemsize, [stride * itemsize for stride in strides[:-1]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_every_run_has_padded_rows_with_and_without_alignment(name, count):

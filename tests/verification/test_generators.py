@@ -11,7 +11,7 @@ from raising import raises
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.distributions import CONTENTS
 from tilegym_db.verification.inputs import ID_CONTENTS, contents_among, draw_inputs, draws_noise
 

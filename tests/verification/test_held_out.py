@@ -188,6 +188,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_promotion_exposes_members_that_no_list_names(kind: str) -> None:
     name, dtype, mistake, members = CLASSES[kind]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import shared_place
+from tilegym_db.records.definition_parts import shared_place
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.large import large_cases
 

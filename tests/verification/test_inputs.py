@@ -8,7 +8,7 @@ import torch
 
 from tilegym_db.records import Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.distributions import (
     BLANK,
     CONTENTS,

@@ -11,8 +11,8 @@ from tilegym_db.backends.aot_worker import call_arguments
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.call import Call, bind_call
-from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import overlap
+from tilegym_db.records.definition_parts import overlap
+from tilegym_db.records.workload import Case
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.verification.cases import fuzz_cases

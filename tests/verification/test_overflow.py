@@ -7,7 +7,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.expected import make_oracle_case
 
 DEFINITION = Catalog.default().definition("mhc_expand_backward")

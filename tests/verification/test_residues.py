@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.residues import SIZES, may_be_parted, part_of, starts_of_parts, successive

@@ -16,21 +16,21 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
-from tilegym_db.verification.comparison import check_outputs
-from tilegym_db.verification.expected import OracleCase
-from tilegym_db.verification.gates import EXACTLY
-from tilegym_db.verification.inputs import draw_inputs
-from tilegym_db.verification.oracle import run_reference
-from tilegym_db.verification.sampling import (
+from tilegym_db.records.workload import Case
+from tilegym_db.verification.comparison import (
     FALSE_ALARM,
     agreement_bound,
+    check_outputs,
     check_sampled_outputs,
     distance_bound,
     distinct_bound,
     expected_distinct,
     share_bound,
 )
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import run_reference
 from tilegym_db.verification.verifier import MAX_DRAWN_AT_ONCE, Failure, calls_for, judge_draws
 
 CATALOG = Catalog((shipped_root(),))
@@ -102,6 +102,7 @@ def in_reverse(inputs: Inputs) -> torch.Tensor:
     return pick(kept_by_rank(inputs), inputs["uniform"].flip(0))
 
 
+@pytest.mark.turn("tilegym_db/verification/")  # the judged samplers beside it are tried daily
 def test_honest_samplers_pass_200_of_200_in_any_index_order() -> None:
     contents, samplers = tuple(CONTENTS), (honest, from_the_last, by_exponential_race, in_reverse)
     for seed in range(200):

@@ -14,7 +14,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call, backward_problem, bind_forward, differentiated
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.distributions import CONTENTS
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs, draws_noise

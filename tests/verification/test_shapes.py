@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shipped_records import CATALOG
 
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
-from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.definition_parts import layout_class
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import (
     LONG_SUM,
     MAX_ELEMENTS,

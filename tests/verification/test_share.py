@@ -11,8 +11,8 @@ from verification.low_precision import LAYER, RECORD, SOURCE, TENSOR_CORE, TOLER
 
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import LIMITS, Limits, limits_for
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_lifted, check_outputs
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.gates import CAP, OutputComparison, check_output

@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import (
     ALIGNMENT,
     GUARD_BYTES,

@@ -15,7 +15,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import ORACLE_BYTES, oracle
 

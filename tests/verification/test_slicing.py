@@ -7,7 +7,7 @@ import torch
 from shipped_records import CATALOG
 
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.gates import check_output
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced

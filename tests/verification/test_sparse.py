@@ -9,7 +9,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Solution
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.expected import leaves_the_rest_out, make_large_case, without_weight
 from tilegym_db.verification.large import SPARSE_LENGTHS, large_cases
 from tilegym_db.verification.oracle import at_indices, in_fp64

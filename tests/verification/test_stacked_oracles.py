@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification import conditioning, contents, expected, oracle
 from tilegym_db.verification.conditioning import Uncertainties
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents

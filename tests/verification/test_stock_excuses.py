@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.gates import PASSED
 from tilegym_db.verification.session import FuzzOutcome, conclude_fuzz

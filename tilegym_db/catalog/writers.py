@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from tilegym_db.catalog.reader import CatalogReader, add_blobs
+from tilegym_db.catalog.reader import Catalog, add_blobs
 from tilegym_db.catalog.record_files import (
     CHECKED_RECORDS,
     RECORD_NAME,
@@ -24,13 +24,13 @@ from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, remove_folder, replace_folder, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import problems_of
+from tilegym_db.records.definition_parts import overlap_words
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.layouts import overlap_words
 from tilegym_db.records.solution import signature_problem
 from tilegym_db.records.text import parse_object
 
 
-def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
+def add_definition(catalog: Catalog, record: Definition, root: Path) -> Path:
     """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
     check_kind(record, Definition, "add_definition takes a Definition")
     _check_new_definition(catalog, record, root)  # before any file is created, including the lock file
@@ -43,7 +43,7 @@ def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Pa
     return target
 
 
-def _check_new_definition(now: CatalogReader, record: Definition, root: Path) -> dict[str, dict[str, str]]:
+def _check_new_definition(now: Catalog, record: Definition, root: Path) -> dict[str, dict[str, str]]:
     """Return the lock of the root; raise :class:`ConflictError` if the Definition cannot be added."""
     locked = read_lock(root)
     known = locked.get(record.name, {}).get(record.version)
@@ -59,7 +59,7 @@ def _check_new_definition(now: CatalogReader, record: Definition, root: Path) ->
     return locked
 
 
-def _check_successor(now: CatalogReader, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
+def _check_successor(now: Catalog, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
     """Raise :class:`ConflictError` unless a Definition may replace the existing one of its name."""
     if not path.is_relative_to(root):
         raise ConflictError(
@@ -97,7 +97,7 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
 
 
 def add_solution(
-    catalog: CatalogReader, record: Solution, sources: Mapping[str, bytes], root: Path, *, replace: bool = False
+    catalog: Catalog, record: Solution, sources: Mapping[str, bytes], root: Path, *, replace: bool = False
 ) -> Path:
     """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
     check_kind(record, Solution, "add_solution takes a Solution")
@@ -131,7 +131,7 @@ def add_solution(
     return folder
 
 
-def _same_solution(now: CatalogReader, record: Solution, sources: Mapping[str, bytes]) -> Path | None:
+def _same_solution(now: Catalog, record: Solution, sources: Mapping[str, bytes]) -> Path | None:
     """Return the folder of a Solution that the catalog has already, with the same record and the same bytes; else None."""
     place = now.solution_paths.get(record.name)
     if place is None or not file_of(place).is_file():
@@ -149,7 +149,7 @@ def _is_shared(record_path: Path, name: str, content: bytes) -> bool:
     return path != record_path.parent / name and path.read_bytes() == content
 
 
-def _folder_for(now: CatalogReader, record: Solution, root: Path, *, replace: bool) -> Path:
+def _folder_for(now: Catalog, record: Solution, root: Path, *, replace: bool) -> Path:
     """Return the folder of a new Solution; raise :class:`ConflictError` if its name is taken and may not be replaced."""
     definition = now.definition(record.definition)
     folder = root / "solutions" / definition.op_type / record.definition / record.name
@@ -179,7 +179,7 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path, *, replace: bo
     return folder
 
 
-def remove_solution(catalog: CatalogReader, name: str, root: Path) -> tuple[Path, ...]:
+def remove_solution(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
     """Remove the folder of a Solution; see :meth:`Catalog.remove`."""
     with writing(root):
         place = catalog.reread(root).solution_paths.get(name, catalog.solution_paths[name])
@@ -193,7 +193,7 @@ def remove_solution(catalog: CatalogReader, name: str, root: Path) -> tuple[Path
     return (place.parent,)
 
 
-def remove_definition(catalog: CatalogReader, name: str, root: Path) -> tuple[Path, ...]:
+def remove_definition(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
     """Remove the files of a Definition; see :meth:`Catalog.remove`."""
     with writing(root):
         now = catalog.reread(root)
@@ -238,7 +238,7 @@ def _listed(root: Path) -> Collection[str]:
 
 
 def add_workloads(
-    catalog: CatalogReader, workloads: Iterable[Workload], root: Path, blobs_from: Path | None = None
+    catalog: Catalog, workloads: Iterable[Workload], root: Path, blobs_from: Path | None = None
 ) -> list[tuple[Path, Workload]]:
     """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
     groups: dict[str, dict[str, Workload]] = {}
@@ -310,7 +310,7 @@ def read_lock(root: Path) -> Locked:
     return content
 
 
-def findings(catalog: CatalogReader) -> list[str]:
+def findings(catalog: Catalog) -> list[str]:
     """Return the differences between the valid Definitions of a catalog and the locks of its roots."""
     found = []
     for root in catalog.roots:
@@ -336,7 +336,7 @@ def findings(catalog: CatalogReader) -> list[str]:
     return found
 
 
-def update(catalog: CatalogReader, root: Path) -> list[str]:
+def update(catalog: Catalog, root: Path) -> list[str]:
     """Add versions that the lock of a root does not have, and return them as ``name version``."""
     with writing(root):
         locked = read_lock(root)

@@ -38,8 +38,7 @@ from tilegym_db.files import refuse_unwritable
 from tilegym_db.records.solution import spell_config
 
 if TYPE_CHECKING:
-    from tilegym_db.measurement.devices.devices import Devices
-    from tilegym_db.measurement.machine import Machine
+    from tilegym_db.measurement.machine import Devices, Machine
     from tilegym_db.measurement.plan import BenchReport, Plan, SummaryRow
     from tilegym_db.measurement.regress import RegressionReport
     from tilegym_db.measurement.run_setup import Observer

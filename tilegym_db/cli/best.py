@@ -33,7 +33,7 @@ from tilegym_db.errors import NoSolutionError, UsageError
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 
 MAX_ROWS = 1 << 31

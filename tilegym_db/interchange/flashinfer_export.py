@@ -769,7 +769,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     Raises:
         RecordError: a function of the Definition raises, a file is missing, or memory is short.
     """
-    from tilegym_db.records.case import Case
+    from tilegym_db.records.workload import Case
     from tilegym_db.verification.inputs import BlobReader, draw_inputs
 
     source, workload = blob.definition, blob.workload

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from tilegym_db.backends.toolchains import toolchain_status
+from tilegym_db.backends.toolchains import interpreted_here, toolchain_status
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.catalog.reader import CatalogReader
+from tilegym_db.catalog.reader import Catalog
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import write_atomically
@@ -45,11 +45,10 @@ from tilegym_db.paths import scratch_folder
 from tilegym_db.published.input_files import imported_folder
 from tilegym_db.records import Definition, Trace
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.solution import narrowed
-from tilegym_db.sandbox.interpreters import interpreted_here
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
 from tilegym_db.verification.expected import OracleCase
@@ -338,7 +337,7 @@ class ComparedPair:
         return "agree" if they == we else "we fail it" if they else "they fail it"
 
 
-def verified_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
+def verified_pairs(found: DataSet, catalog: Catalog, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
     """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tilegym_db.backends.toolchains import INTERPRETERS
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.record_files import write_solution
@@ -35,10 +36,9 @@ from tilegym_db.judging.same_call import DIFFERENT, DRAFT_FAILED, ORIGINAL_FAILE
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, TensorSpec, Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import FLOAT_DTYPES, Scalar
 from tilegym_db.records.solution import narrowed
-from tilegym_db.sandbox.interpreters import INTERPRETERS
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout

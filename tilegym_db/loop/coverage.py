@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, NotFoundError, TilegymDBError, UsageError
-from tilegym_db.measurement.devices.devices import parse_devices
-from tilegym_db.measurement.machine import select_machine
+from tilegym_db.measurement.machine import parse_devices, select_machine
 from tilegym_db.measurement.plan import why_too_large
 from tilegym_db.paths import home
 from tilegym_db.published.entries import Candidate, Entry, MeasuredEntries, dtypes_key
@@ -51,7 +50,7 @@ from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries import done_keys
 
 if TYPE_CHECKING:
-    from tilegym_db.measurement.devices.devices import DevicesLike
+    from tilegym_db.measurement.machine import DevicesLike
     from tilegym_db.measurement.plan import BenchReport
     from tilegym_db.measurement.run_setup import Observer
 

@@ -20,8 +20,7 @@ from tilegym_db.errors import HardwareError, NotFoundError, UsageError, check_ki
 from tilegym_db.files import refuse_unwritable
 from tilegym_db.loop.from_model import ModelPart, Piece, kept_calls, parts_of, pieces_of
 from tilegym_db.measurement.benchmark import bench
-from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
-from tilegym_db.measurement.machine import Machine, select_machine
+from tilegym_db.measurement.machine import Devices, DevicesLike, Machine, parse_devices, select_machine
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance

@@ -27,8 +27,7 @@ from tilegym_db.records.solution import called_with
 from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.sandbox.scan.tables import RULES
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.loop import append, journaled, latest, loop_lock, read_patterns, task_rows, verified_on
 from tilegym_db.store.queries import read_peaks, traced_gpus
 

@@ -21,13 +21,12 @@ from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here
 from tilegym_db.measurement.calibrate import peaks_or_reason
-from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Peaks, Session
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.drafts import catalog_with_drafts
 from tilegym_db.measurement.local_executor import LocalExecutor
-from tilegym_db.measurement.machine import Machine, leaving_processors
+from tilegym_db.measurement.machine import Devices, DevicesLike, Machine, leaving_processors, parse_devices
 from tilegym_db.measurement.plan import (
     BenchReport,
     Options,

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from tilegym_db.backends.aot import CompileJob, CompileResult, CompilerProcess
-from tilegym_db.backends.toolchains import toolchain_status
+from tilegym_db.backends.toolchains import interpreted_here, toolchain_status
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.catalog.record_files import library_file, record_path, write_solution
 from tilegym_db.catalog.writers import check_call
@@ -34,7 +34,6 @@ from tilegym_db.records.call import scalars_with_axes
 from tilegym_db.records.hardware import normalise_target
 from tilegym_db.records.trace import Performance
 from tilegym_db.records.workload import SafetensorsInput
-from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.sandbox.scan import Finding, hard_findings, scan_sources
 from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import unfinished

@@ -25,10 +25,10 @@ from tilegym_db.measurement.runner import Runner, pool_bytes, slots_of
 from tilegym_db.measurement.time_workload import AfterTiming, Emit, SolutionGroup, WorkloadRun, WorkloadTiming
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.records import Config, Definition, Workload
-from tilegym_db.records.case import Case
 from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox import scan
-from tilegym_db.sandbox.limits import available_memory, available_processors, host_share
+from tilegym_db.sandbox.processes import available_memory, available_processors, host_share
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.expected import give_back_memory

@@ -1,11 +1,19 @@
-"""Machines: the device to measure on with its software versions, the check of its label and health, and its timing lock."""
+"""Machines: the choice of devices, of this host or of a cluster, software versions, check of label and health, timing lock."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
+import itertools
+import logging
+import os
 import platform
+import queue
+import socket
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +23,398 @@ from filelock import FileLock
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
-from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.devices.devices import Devices, GpuChoice, choose_gpus, parse_gpus
-from tilegym_db.measurement.devices.ray_address import max_devices, names_cluster, parse_executor, require_ray
+from tilegym_db.errors import HardwareError, UsageError, missing_package
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 from tilegym_db.sandbox.worker import prepare_workers
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class MeasuringDevice:
+    """A device with its own supervisor process.
+
+    ``label`` is its name in progress and summaries, ``index`` its number on this host, ``gpu`` its slug. ``environment``
+    makes it the only device that its processes see.
+    """
+
+    label: str
+    index: int = 0
+    gpu: str = CPU
+    gpu_name: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """The GPUs that a user requests: all, a number (``count``), or exactly these (``indices``)."""
+
+    text: str
+    """The request as the user wrote it, for messages: ``--gpus 0,2`` or ``devices=[0, 2]``."""
+    count: int | None = None
+    indices: tuple[int, ...] | None = None
+
+
+def parse_gpus(text: str) -> GpuChoice:
+    """Parse ``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them).
+
+    Raises:
+        UsageError: the text is malformed, or names a GPU twice.
+    """
+    words = [word.strip() for word in text.strip().lower().rstrip(",").split(",")]
+    option = f"--gpus {text}"
+    if words == ["all"]:
+        return GpuChoice(option)
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise UsageError(
+            f"{option}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).", code="gpus_invalid"
+        )
+    numbers = tuple(map(int, words))
+    if "," not in text:
+        if numbers[0] == 0:
+            raise UsageError(
+                "--gpus 0 asks for no GPU at all. GPU 0 alone is '--gpus 0,'; a CPU needs no --gpus.", code="gpus_zero"
+            )
+        return GpuChoice(option, count=numbers[0])
+    return _of_indices(option, numbers)
+
+
+def _of_indices(text: str, indices: Sequence[int]) -> GpuChoice:
+    twice = sorted(number for number, times in Counter(indices).items() if times > 1)
+    if twice:
+        raise UsageError(f"{text} names GPU {twice[0]} twice.", code="gpus_repeated")
+    return GpuChoice(text, indices=tuple(indices))
+
+
+# ---- Devices of a run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices to measure on. All are of one kind, as a plan is.
+
+    ``gpu`` is the kind: ``auto``, ``cpu``, or a GPU slug or family. ``gpus`` are several GPUs of this host, with one process per
+    GPU; None is one device, in this process. ``executor`` names a Ray cluster (``ray``, ``ray:HOST:PORT``), of whose devices
+    ``gpus`` limits the number; None is this host.
+    """
+
+    gpu: str = "auto"
+    gpus: GpuChoice | tuple[MeasuringDevice, ...] | None = None
+    executor: str | None = None
+
+
+DevicesLike = str | int | Sequence[int] | Sequence[MeasuringDevice] | Devices
+"""What :func:`parse_devices` takes."""
+
+_KNOWN = (
+    "'auto', 'cpu', 'all', the name of a GPU such as 'h200', an index (0), indices ([0, 2]), or 'ray' for a cluster"
+)
+
+
+def parse_devices(devices: DevicesLike) -> Devices:
+    """Return the devices that an argument ``devices`` means. Pure: nothing is asked of this machine.
+
+    Args:
+        devices: ``auto`` (the GPU of this machine if it has one, else its CPU), ``cpu``, a GPU slug or family such as ``h200``,
+            ``all`` GPUs of this host, the index of one or a list of indices, ``ray`` or ``ray:HOST:PORT`` for the devices of
+            a Ray cluster, or a :class:`Devices`.
+
+    Raises:
+        UsageError: the argument has none of these forms, or names a GPU twice.
+        HardwareError: the name of the GPU is unknown.
+    """
+    if isinstance(devices, Devices):
+        return devices
+    if isinstance(devices, str):
+        return _named_devices(devices.strip().lower(), devices)
+    listed = [devices] if isinstance(devices, int) else list(devices) if isinstance(devices, Sequence) else []
+    given = tuple(one for one in listed if isinstance(one, MeasuringDevice))
+    if given and len(given) == len(listed):
+        return Devices(given[0].gpu, given)
+    indices = [one for one in listed if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
+    if not indices or len(indices) != len(listed):
+        raise UsageError(f"devices={devices!r}: not {_KNOWN}.", code="devices_invalid")
+    return Devices(gpus=_of_indices(f"devices={devices!r}", indices))
+
+
+def _named_devices(name: str, text: str) -> Devices:
+    if name == "all":
+        return Devices(gpus=GpuChoice("devices='all'"))
+    if name == "ray" or name.startswith("ray:"):
+        return Devices(executor=text.strip())
+    if not name or name[0].isdigit():
+        raise UsageError(
+            f"devices={text!r}: not {_KNOWN}. An index is a number and not a text.", code="devices_invalid"
+        )
+    return Devices(name if name == "auto" else parse_gpu(name))
+
+
+def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
+    """Return the requested GPUs among the ``found`` ones; ``gpu`` is the value of ``--gpu``.
+
+    All are of one kind, as a plan is.
+
+    Raises:
+        HardwareError: there are too few GPUs, a requested one is missing, or they are of several kinds.
+    """
+    here = ", ".join(f"{device.index}: {device.gpu_name}" for device in found)
+    meant = [
+        device for device in found if gpu == "auto" or same_gpu(parse_gpu(gpu, [one.gpu for one in found]), device.gpu)
+    ]
+    if gpu == CPU or not found:
+        why = "--gpu cpu asks for none" if gpu == CPU else "this machine has no usable GPU"
+        raise HardwareError(
+            f"{choice.text}: {why}. A CPU is measured by one process: several would disturb each other's times. "
+            "Leave it out.",
+            code="gpus_without_gpu",
+        )
+    if choice.indices is not None:
+        missing = sorted(set(choice.indices) - {device.index for device in found})
+        if missing:
+            raise HardwareError(
+                f"{choice.text}: there is no GPU {missing[0]} here. This machine has {here}.",
+                code="gpu_index_unknown",
+            )
+        meant = [device for device in meant if device.index in choice.indices]
+    wanted = choice.count or len(choice.indices or meant) or 1
+    if wanted > len(meant):
+        of_kind = "" if gpu == "auto" else f" of kind {gpu}"
+        raise HardwareError(
+            f"{choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all",
+            code="gpus_too_few",
+        )
+    chosen = meant[:wanted]
+    kinds = sorted({device.gpu for device in chosen})
+    if len(kinds) > 1:
+        raise HardwareError(
+            f"{choice.text}: GPUs of several kinds ({here}), and times of two kinds are never compared. "
+            f"Name one with --gpu: {' or '.join(kinds)}.",
+            code="gpu_kinds_mixed",
+        )
+    return chosen
+
+
+def find_gpus() -> list[MeasuringDevice]:
+    """Return all GPUs that PyTorch sees, each with the variable that makes a process see it alone."""
+    if not driver_files():
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        given = named[index] if index < len(named) and named[index].startswith(("GPU-", "MIG-")) else ""
+        environment = {VISIBLE: given or f"GPU-{properties.uuid}"}
+        found.append(MeasuringDevice(f"GPU {index}", index, gpu_slug(properties.name), properties.name, environment))
+    return found
+
+
+def cpu_slots(count: int) -> list[MeasuringDevice]:
+    """Return ``count`` devices that are all this CPU, each with its own supervisor.
+
+    They time in turns but verify in parallel. Tests use them for everything but times.
+    """
+    return [MeasuringDevice(f"slot {index}", index) for index in range(count)]
+
+
+def devices_of(devices: Devices) -> list[MeasuringDevice]:
+    """Return the devices of this host that have a process each; an empty list if this process measures one itself.
+
+    Raises:
+        HardwareError: as :func:`choose_gpus`.
+    """
+    if devices.gpus is None:
+        return []
+    if isinstance(devices.gpus, GpuChoice):
+        return choose_gpus(devices.gpus, [] if devices.gpu == CPU else find_gpus(), devices.gpu)
+    return list(devices.gpus)
+
+
+def share_processors(processors: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Return one block of neighbouring processors per supervisor, so that supervisors do not disturb each other's timing.
+
+    If there are fewer processors than supervisors, each gets one processor, in turn. All thread pools of a supervisor and
+    its workers are as large as its block: PyTorch's maths, verification, fuzzing.
+    """
+    if len(processors) < count:
+        return [(processors[number % len(processors)],) for number in range(count)]
+    ends = [round(len(processors) * number / count) for number in range(count + 1)]
+    return [tuple(processors[start:end]) for start, end in itertools.pairwise(ends)]
+
+
+# ---- clusters ------------------------------------------------------------------------------------
+
+LOCAL, RAY = "local", "ray"
+AUTO = "auto"
+CLIENT = "ray://"
+REASON_CHARACTERS = 400
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+REACH_S = 3.0
+"""Seconds to wait for a host to accept a connection."""
+CONNECT_S = 12.0
+"""Seconds to wait for Ray. Ray connects within two seconds; if another program listens at the port, it would try for a
+minute.
+"""
+CLIENT_CONNECT_S = 30.0
+"""The same for Ray's client, since the cluster first starts a process."""
+
+
+def names_cluster(executor: str) -> bool:
+    """Return True if ``--executor`` names devices outside this host."""
+    return executor != LOCAL
+
+
+def parse_executor(text: str) -> str:
+    """Return the address of the cluster that ``--executor`` names.
+
+    ``ray`` is the cluster in ``RAY_ADDRESS``, else the one on this machine. ``ray:HOST:PORT`` names one, and
+    ``ray://HOST:PORT`` does so through Ray's client.
+
+    Raises:
+        UsageError: the text is malformed.
+    """
+    if text == RAY:
+        return os.environ.get(ADDRESS_VARIABLE) or AUTO
+    address = text if text.startswith(CLIENT) else text.removeprefix(f"{RAY}:")
+    if not text.startswith(f"{RAY}:") or _host_and_port(address) is None:
+        raise UsageError(
+            f"--executor {text}: neither 'local', nor 'ray' (the cluster that RAY_ADDRESS names, or that runs here), nor an "
+            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client.",
+            code="executor_invalid",
+        )
+    return address
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) < 1 << 16 else None
+
+
+def max_devices(gpus: GpuChoice | None) -> int | None:
+    """Return the maximum number of devices of a cluster that are requested; None for all.
+
+    Raises:
+        UsageError: the request names GPUs by index, which exists only on a host.
+    """
+    if gpus is None:
+        return None
+    if gpus.indices is not None:
+        raise UsageError(
+            f"{gpus.text}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
+            code="gpu_indices_refused",
+        )
+    return gpus.count
+
+
+def require_ray() -> None:
+    """Raise :class:`MissingPackageError` if Ray is not installed."""
+    found = importlib.util.find_spec(RAY)
+    if found is None or found.origin is None:  # a folder of that name is not a package
+        error = missing_package(RAY)
+        assert error is not None
+        raise error
+
+
+@contextlib.contextmanager
+def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
+    """Connect this process to the cluster as a driver while the block runs; keep an existing connection.
+
+    Raises:
+        HardwareError: no cluster answers at the address, or it refuses this driver.
+    """
+    require_ray()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    place = _host_and_port(address)
+    if place is not None:
+        _require_listener(address, place)
+    with _kept_off_stdout():
+        _connect(address, patience_s or (CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S))
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _require_listener(address: str, place: tuple[str, int]) -> None:
+    try:
+        socket.create_connection(place, timeout=REACH_S).close()
+    except OSError as error:
+        raise HardwareError(_no_answer(address, error.strerror or str(error)), code="cluster_silent") from None
+
+
+def _where(address: str) -> str:
+    return "on this machine" if address == AUTO else f"at {address}"
+
+
+def _no_answer(address: str, reason: str) -> str:
+    return (
+        f"--executor ray: no Ray cluster answers {_where(address)}: {reason}. Start one with 'ray start --head', or name one: "
+        "--executor ray:HOST:6379."
+    )
+
+
+def _connect(address: str, patience_s: float) -> None:
+    """Connect in a thread with a timeout.
+
+    Ray itself waits for a minute, and then ends the process, if another program answers.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            ray.init(address, log_to_driver=False, configure_logging=False)
+            outcome.put(None)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        error = outcome.get(timeout=patience_s)
+    except queue.Empty:
+        raise HardwareError(
+            _no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands"), code="cluster_silent"
+        ) from None
+    if error is None:
+        return
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS].rstrip(".")
+    if isinstance(error, OSError):
+        raise HardwareError(_no_answer(address, reason), code="cluster_silent")
+    raise HardwareError(
+        f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.",
+        code="cluster_unusable",
+    )
+
+
+@contextlib.contextmanager
+def _kept_off_stdout() -> Iterator[None]:
+    """Suppress Ray's messages on standard output while the block runs: our results go there.
+
+    When a node ends, Ray prints pages of its state there. It has no switch for that, so this replaces the printing
+    function, if it still exists. The pool reports losses itself.
+    """
+    from ray._private import worker
+
+    printing = getattr(worker, "print_to_stdstream", None)
+    if printing is None:
+        yield
+        return
+    worker.print_to_stdstream = lambda *lines, **options: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing
+
 
 LIBRARIES = (
     *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final, Literal
 
+from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
 from tilegym_db.measurement.drafts import Draft
@@ -22,7 +23,6 @@ from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id, name_with_config, why_not_timed
 from tilegym_db.records.verdicts import UNTIMED_TIERS
-from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.store.answer import html_table
 from tilegym_db.verification.phases import Spent, added, merged
 

@@ -27,12 +27,11 @@ from tilegym_db.catalog.record_files import (
     write_sources,
 )
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
-from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
-from tilegym_db.measurement.machine import Machine
+from tilegym_db.measurement.machine import DevicesLike, Machine, parse_devices
 from tilegym_db.measurement.plan import Options, Plan
 from tilegym_db.measurement.run_setup import Observer, RunSetup, timing_budget
 from tilegym_db.measurement.runner import Runner

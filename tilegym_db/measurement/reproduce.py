@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition
 from tilegym_db.records.call import Call, scalars_with_axes
-from tilegym_db.records.case import TYPICAL, Case
+from tilegym_db.records.definition_parts import layout_strides
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.layouts import layout_strides
-from tilegym_db.sandbox.interpreters import interpreted_here
+from tilegym_db.records.workload import TYPICAL, Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.contents import ExpectedCache

@@ -24,7 +24,6 @@ from tilegym_db.measurement.plan import DoneKey, LikelyFastest, Options, PairKey
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import home
 from tilegym_db.records import Config, Definition, Trace, Workload
-from tilegym_db.records.case import Case
 from tilegym_db.records.text import canonical_json
 from tilegym_db.records.trace import (
     Audit,
@@ -37,8 +36,8 @@ from tilegym_db.records.trace import (
     new_trace_id,
 )
 from tilegym_db.records.verdicts import Tier
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.database import Store
+from tilegym_db.records.workload import Case
+from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases

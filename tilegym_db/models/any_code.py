@@ -19,7 +19,7 @@ from tilegym_db.models.found import FLOATS, DefinitionMatch
 from tilegym_db.models.probe import SEED, Probe
 from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.inputs import draw_inputs
 
 _is_compiling = torch.compiler.is_compiling

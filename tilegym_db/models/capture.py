@@ -17,7 +17,7 @@ from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import bind_call
-from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides, span_of
+from tilegym_db.records.definition_parts import contiguous_strides, layout_class, layout_strides, span_of
 from tilegym_db.resolver.hot_path import Allocate
 
 PROMPT_TOKENS = 128

@@ -102,16 +102,17 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not current")
     arguments = parser.parse_args()
+    wanted = schema_files()
     stale = [
         name
-        for name, text in schema_files().items()
+        for name, text in wanted.items()
         if not (arguments.folder / name).is_file() or (arguments.folder / name).read_text(encoding="utf-8") != text
     ]
     for name in stale:
         if arguments.check:
             print(f"{arguments.folder / name} is not what the records say. Run: make schema", file=sys.stderr)
         else:
-            write_atomically(arguments.folder / name, schema_files()[name].encode())
+            write_atomically(arguments.folder / name, wanted[name].encode())
             print(arguments.folder / name)
     return 1 if arguments.check and stale else 0
 

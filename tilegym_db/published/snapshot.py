@@ -30,7 +30,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import read_bytes, write_atomically
+from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import LOCK_NAME, is_packed, trace_files, unpacked
 from tilegym_db.records.base import Record
@@ -274,20 +274,6 @@ def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, 
     except RecordError as error:
         refused.append(str(error))
         return None
-
-
-def lock_folder(folder: Path, home: Path, *, gpu: str, sm: str, published: str) -> None:
-    """Write a lock over all files of a folder as they are now, on the owner's responsibility.
-
-    Raises:
-        StoreError: the folder cannot be written.
-    """
-    files = {
-        path.relative_to(folder).as_posix(): sha256(path.read_bytes())
-        for path in folder.rglob("*.json*")
-        if path.name != LOCK_NAME
-    }
-    write_atomically(folder / LOCK_NAME, lock_text(folder, gpu, sm, published, files, home).encode())
 
 
 # ---- trace origins --------------------------------------------------------------------------------

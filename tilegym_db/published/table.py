@@ -54,7 +54,7 @@ from tilegym_db.records.text import parse_object
 from tilegym_db.records.verdicts import is_wrong
 
 if TYPE_CHECKING:
-    from tilegym_db.catalog.reader import CatalogReader
+    from tilegym_db.catalog.reader import Catalog
 
 
 _log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
     return _cached_with_shared(folder, trust, (*stamps, *(_stamp(path / LOCK_NAME) for path in places)), places)
 
 
-def table_for(catalog: CatalogReader, gpu: str) -> ResolverTable | None:
+def table_for(catalog: Catalog, gpu: str) -> ResolverTable | None:
     """Return the published table of a GPU as a catalog may serve from it: with foreign traces, a lock, or requirements.
 
     Errors are those of :func:`load_table`.

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.definition_parts import TensorSpec
+from tilegym_db.records.definition_parts import TensorSpec, layout_class
 from tilegym_db.records.definition_rules import GRADIENT, is_packed
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int, names_in, parse_expression
-from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.text import canonical_json
 
 # Record dtypes that frameworks store as another dtype: two 4-bit codes share one byte.

@@ -29,6 +29,7 @@ from tilegym_db.records.definition_parts import (
     Serving,
     TensorSpec,
     Tolerance,
+    layout_strides,
     serving_problem,
 )
 from tilegym_db.records.definition_rules import (
@@ -60,7 +61,6 @@ from tilegym_db.records.expressions import (
     has_product,
     names_in,
 )
-from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, shown
 from tilegym_db.records.text import length_prefixed_digest as digest_of
 

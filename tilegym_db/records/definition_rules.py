@@ -23,6 +23,7 @@ from tilegym_db.records.definition_parts import (
     SelfTest,
     TensorSpec,
     Tolerance,
+    parse_layout,
 )
 from tilegym_db.records.dtypes import CODE_DTYPES, DTYPE_BYTES, FLOAT_DTYPES, INTEGER_DTYPES, RECORD_DTYPES
 from tilegym_db.records.expressions import (
@@ -32,7 +33,6 @@ from tilegym_db.records.expressions import (
     names_in,
     parse_expression,
 )
-from tilegym_db.records.layouts import parse_layout
 from tilegym_db.records.text import shown
 
 GRADIENT = "grad_"

@@ -20,10 +20,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
 from tilegym_db.records.base import DType, Flag, Line, Prose, Record, RecordPart
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.definition_parts import ExpressionText
+from tilegym_db.records.definition_parts import LAYOUT_CLASSES, ExpressionText, accepts
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
-from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixed_digest, shown
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")

@@ -24,7 +24,7 @@ from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 
 SHOWN = (

@@ -17,7 +17,7 @@ from tilegym_db.store.queries import leaderboard_rows
 from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 FEW = 16
 """Maximum number of (operator, GPU) rows listed one by one. The short form groups more rows by family and GPU."""

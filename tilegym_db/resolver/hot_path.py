@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
-from tilegym_db.records.definition_parts import Serving
+from tilegym_db.records.definition_parts import Serving, parse_layout
 from tilegym_db.records.definition_rules import is_packed
 from tilegym_db.records.expressions import names_in
-from tilegym_db.records.layouts import parse_layout
 
 if TYPE_CHECKING:
     from tilegym_db.records.definition_parts import TensorSpec

@@ -23,9 +23,9 @@ from tilegym_db.records.call import (
     bind_call,
     is_code_selecting,
 )
+from tilegym_db.records.definition_parts import LAYOUT_CLASSES
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, parse_gpu, same_gpu
-from tilegym_db.records.layouts import LAYOUT_CLASSES
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import (
     CONTIGUOUS,

@@ -20,12 +20,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.sandbox.limits import Confinement, ProcWrites, ResourceBounds, WorkerSpec
 from tilegym_db.sandbox.processes import (
     NUMBERS,
     SET_DUMPABLE,
+    Confinement,
     Processor,
+    ProcWrites,
+    ResourceBounds,
     SandboxError,
+    WorkerSpec,
     attach_mount,
     clone_mount,
     drop_capabilities,

@@ -38,11 +38,11 @@ from tilegym_db.sandbox.confine import (
     new_process_namespace,
     program_folders,
 )
-from tilegym_db.sandbox.limits import WorkerSpec
 from tilegym_db.sandbox.processes import (
     SET_DUMPABLE,
     SandboxError,
     Watch,
+    WorkerSpec,
     drop_capabilities,
     forgo_capabilities,
     kill_descendants,
@@ -130,7 +130,7 @@ def _become_supervisor(environment: dict[str, str], folder: str, files: list[int
 #
 # It starts the worker confined, reads the worker's output, watches what it takes, adopts every process that the
 # worker leaves behind, and ends all of them when the harness says so or is gone. On standard input it gets one line,
-# the :class:`~tilegym_db.sandbox.limits.WorkerSpec`; anything more, or the end of it, is the order to end. On
+# the :class:`~tilegym_db.sandbox.processes.WorkerSpec`; anything more, or the end of it, is the order to end. On
 # standard output it writes one line at its own end, the :class:`WorkerEnd`.
 #
 # At level 3 a second trusted process, the first of the worker's process namespace, stands between the two.

@@ -100,10 +100,9 @@ class Worker:
 
         from tilegym_db.backends.compile_cache import use_own_folders
         from tilegym_db.backends.load import load_entry
-        from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
+        from tilegym_db.backends.toolchains import INTERPRETERS, TOOLCHAINS, prepare_environment
         from tilegym_db.catalog import SolutionFiles
         from tilegym_db.errors import SolutionError
-        from tilegym_db.sandbox.interpreters import INTERPRETERS
 
         if self.device != "cpu":
             torch.cuda.set_device(self.device)

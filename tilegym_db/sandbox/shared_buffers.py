@@ -21,8 +21,8 @@ import torch
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import shared_place, span_of
+from tilegym_db.records.definition_parts import shared_place, span_of
+from tilegym_db.records.workload import Case
 
 GUARD_BYTES = 4096
 ALIGNMENT = 512

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilegym_db.records.layouts import span_of
+from tilegym_db.records.definition_parts import span_of
 from tilegym_db.sandbox.shared_buffers import fill_tensor
 
 Gradients = Literal["on", "off", "inference"]

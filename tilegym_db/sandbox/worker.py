@@ -30,8 +30,17 @@ from tilegym_db.paths import home, remove_tree, scratch_folder
 from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.confine import Sandbox, choices, find_sandbox
 from tilegym_db.sandbox.fork_server import MAX_PACKET, SUPERVISOR_CHANNEL
-from tilegym_db.sandbox.limits import Confinement, ResourceBounds, WorkerSpec, available_processors
-from tilegym_db.sandbox.processes import descendants, kill_descendants, memory_bytes, processor_us, queued_us
+from tilegym_db.sandbox.processes import (
+    Confinement,
+    ResourceBounds,
+    WorkerSpec,
+    available_processors,
+    descendants,
+    kill_descendants,
+    memory_bytes,
+    processor_us,
+    queued_us,
+)
 from tilegym_db.sandbox.protocol import Reply, storable
 
 START_TIMEOUT_S = 180.0

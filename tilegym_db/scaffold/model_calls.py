@@ -37,8 +37,8 @@ from tilegym_db.published.neighbours import (
 from tilegym_db.published.table import load_table, table_folder
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.definition_parts import layout_class, layout_strides
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.layouts import layout_class, layout_strides
 from tilegym_db.records.roofline import GpuPeaks, speed_of_light
 from tilegym_db.scaffold.model_config import located_config
 

@@ -1,6 +1,6 @@
 """Run one statement of a user on an open store. It must be a single SELECT, and it can be interrupted.
 
-The connection prevents access to anything outside the database: :mod:`tilegym_db.store.database`.
+The connection prevents access to anything outside the database: :mod:`tilegym_db.store.connection`.
 """
 
 from __future__ import annotations

@@ -26,22 +26,26 @@ from tilegym_db.records import Solution, axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
 from tilegym_db.store import queries, statements
-from tilegym_db.store.connection import database_path, lock_patience_s, require_regular, settle
-from tilegym_db.store.database import (
+from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
     attach,
     connect,
+    database_path,
     is_damage,
+    lock_patience_s,
     remove_database,
+    require_regular,
+    settle,
     write_ahead_log,
     writer_lock,
 )
 from tilegym_db.store.imported import sync_imported
-from tilegym_db.store.journal import Journal, journal_files
-from tilegym_db.store.loading import (
+from tilegym_db.store.journal import (
     IngestReport,
+    Journal,
     combined,
+    journal_files,
     judge_passes,
     load_journals,
     load_snapshots,

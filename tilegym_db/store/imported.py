@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
 from tilegym_db.files import write_atomically
 from tilegym_db.published.input_files import imported_folder, imported_manifests
-from tilegym_db.store.database import writer_lock
+from tilegym_db.store.connection import writer_lock
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

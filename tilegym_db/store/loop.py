@@ -31,7 +31,7 @@ from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_line
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 
 _log = logging.getLogger(__name__)

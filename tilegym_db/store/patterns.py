@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.loop import UNMEASURED, Pattern
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.loop import cited_cases, cited_searches, cited_traces, read_patterns
 
 

@@ -70,7 +70,7 @@ from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store import queries
-from tilegym_db.store.database import Store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.queries.publishing import SHAPE
 from tilegym_db.store.side_files import model_texts, peaks_text
 

@@ -24,9 +24,8 @@ from tilegym_db.records.trace import Trace
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS
 from tilegym_db.store import statements
 from tilegym_db.store.asking import QueryResult
-from tilegym_db.store.connection import open_store, run_user_query
-from tilegym_db.store.database import Store
-from tilegym_db.store.loading import IngestReport, load_traces, remember_files
+from tilegym_db.store.connection import Store, open_store, run_user_query
+from tilegym_db.store.journal import IngestReport, load_traces, remember_files
 from tilegym_db.store.queries import read_traces
 from tilegym_db.store.queries.measured import slugs
 from tilegym_db.store.statements import listed

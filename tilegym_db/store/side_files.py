@@ -32,11 +32,10 @@ from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.verdicts import Status
 from tilegym_db.store import statements
-from tilegym_db.store.journal import RunFile, numbered_lines
-from tilegym_db.store.loading import IngestReport, grown_files, remember_files
+from tilegym_db.store.journal import IngestReport, RunFile, grown_files, numbered_lines, remember_files
 
 if TYPE_CHECKING:
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 # ---- config searches ------------------------------------------------------------------------------
 # The log of a config search: one line per step, ``<home>/tuning/<run_id>.jsonl``.

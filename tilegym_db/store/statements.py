@@ -281,7 +281,6 @@ DISPLACE_TRACES = """
     DELETE FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted) AND trace_id IN (
         SELECT trace_id FROM read_json($files, format = 'newline_delimited', columns = {trace_id: 'VARCHAR'}))
 """
-COUNT_FOREIGN = "SELECT count(*) AS traces FROM trace_records WHERE origin = 'foreign' AND NOT trusted"
 
 # The points of passes, to check the figures for plausibility, and the passes that fail the check.
 POINTS_OF_PASSES = """

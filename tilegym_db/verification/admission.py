@@ -25,9 +25,9 @@ from tilegym_db.errors import RecordError, SolutionError
 from tilegym_db.paths import scratch_folder, shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call, bind_forward, scalars_with_axes
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.sandbox.limits import ResourceBounds
+from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.processes import ResourceBounds
 from tilegym_db.sandbox.protocol import Channel, storable
 from tilegym_db.sandbox.scan import require_clean, scan_definition
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout

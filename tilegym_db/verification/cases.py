@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, forward_of, scalars_with_axes
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
+from tilegym_db.records.definition_parts import accepts, contiguous_strides, spelled
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, parse_expression
-from tilegym_db.records.layouts import accepts, contiguous_strides, spelled
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.distributions import (
     DISTRIBUTIONS,
     HIDES_SCALARS,

@@ -16,8 +16,8 @@ import torch
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
-from tilegym_db.sandbox.limits import available_memory
+from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.processes import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.conditioning import may_be_moved
 from tilegym_db.verification.distributions import BLANK, RANGES, ROW_SCALE, VARIED, allowed_modifiers, vary_scalars

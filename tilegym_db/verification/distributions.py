@@ -12,8 +12,8 @@ import torch
 
 from tilegym_db.records import Definition
 from tilegym_db.records.call import is_code_selecting
-from tilegym_db.records.case import EXACT
 from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.workload import EXACT
 
 Shape = tuple[int, ...]
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError, is_out_of_memory
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
+from tilegym_db.records.definition_parts import layout_strides, shared_place
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.hardware import CPU
-from tilegym_db.records.layouts import layout_strides, shared_place
+from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.conditioning import Uncertainties
 from tilegym_db.verification.distributions import may_overflow, shows_bias

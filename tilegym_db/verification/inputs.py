@@ -21,11 +21,10 @@ from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import forward_of
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int
-from tilegym_db.records.workload import SafetensorsInput
+from tilegym_db.records.workload import Case, SafetensorsInput
 from tilegym_db.verification.distributions import (
     CONTENTS,
     PLANTED,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import names_in
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.cases import repaired
 from tilegym_db.verification.contents import ExpectedCache

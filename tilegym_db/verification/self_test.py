@@ -15,9 +15,9 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS, limits_for
 from tilegym_db.records.definition_parts import PlantedError, SelfTest
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import same_bytes
 from tilegym_db.verification.comparison import check_lifted, check_outputs
 from tilegym_db.verification.conditioning import excuse_ill_conditioned

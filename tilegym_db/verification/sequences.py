@@ -19,7 +19,7 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.call import scalars_with_axes
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import (
     SharedBuffers,

@@ -20,11 +20,11 @@ import torch
 from tilegym_db.errors import StoreError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import is_code_selecting
-from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.text import canonical_json
-from tilegym_db.sandbox.limits import available_processors
+from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.processes import available_processors
 from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.cases import fuzz_cases, sibling_of

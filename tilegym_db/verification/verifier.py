@@ -16,10 +16,10 @@ import torch
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.case import Case
 from tilegym_db.records.definition import limits_for
 from tilegym_db.records.trace import Correctness
 from tilegym_db.records.verdicts import Status
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import (
     SharedBuffers,
@@ -33,11 +33,10 @@ from tilegym_db.sandbox.shared_buffers import (
 )
 from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
-from tilegym_db.verification.comparison import check_outputs, is_undefined
+from tilegym_db.verification.comparison import check_outputs, check_sampled_outputs, is_undefined
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
 from tilegym_db.verification.expected import LargeOracleCase, OracleCase
 from tilegym_db.verification.gates import OutputComparison, compare_rows
-from tilegym_db.verification.sampling import check_sampled_outputs
 
 # A comparison widens its output to fp64 several times, so only one large one runs at a time, to bound memory.
 _comparing = threading.Lock()

@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 
 from tilegym_db.backends.compile_cache import compile_cache_folder
+from tilegym_db.backends.toolchains import INTERPRETERS
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import number_of_setting
 from tilegym_db.records import Config, Definition, Solution
-from tilegym_db.records.case import Case
+from tilegym_db.records.definition_parts import layout_class
 from tilegym_db.records.hardware import CPU
-from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, Tier
-from tilegym_db.sandbox.interpreters import INTERPRETERS
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, same_bytes
 from tilegym_db.sandbox.situation import PLAIN, Situation

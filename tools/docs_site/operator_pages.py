@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition, Workload
     from tilegym_db.report.page import ReportData
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 __all__ = ["operator_files"]
 

@@ -10,7 +10,7 @@ import tilegym_db
 __all__ = ["python_reference"]
 
 RESULTS = {
-    "tilegym_db.store.database": ("Store",),
+    "tilegym_db.store.connection": ("Store",),
     "tilegym_db.store.answer": ("Answer",),
     "tilegym_db.verification.add": ("Added",),
     "tilegym_db.measurement.plan": ("BenchReport",),

@@ -10,10 +10,9 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError, MissingPackageError, UsageError
+from tilegym_db.measurement import machine
 from tilegym_db.measurement.benchmark import bench
-from tilegym_db.measurement.devices import ray_address
-from tilegym_db.measurement.devices.devices import parse_gpus
-from tilegym_db.measurement.devices.ray_address import connected, max_devices, parse_executor
+from tilegym_db.measurement.machine import connected, max_devices, parse_executor, parse_gpus
 
 
 @pytest.mark.parametrize(
@@ -57,6 +56,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.turn("tilegym_db/measurement/machine.py")  # waits for a connection
 def test_silent_address_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()
@@ -78,8 +78,8 @@ def test_port_that_is_not_rays_is_refused_in_a_fresh_process(monkeypatch):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         script = (
-            "from tilegym_db.measurement.devices import ray_address\n"
-            f"with ray_address.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
+            "from tilegym_db.measurement import machine\n"
+            f"with machine.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
         )
         answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 1
@@ -109,5 +109,5 @@ def test_message_of_ray_is_given_in_a_sentence(monkeypatch, error, code, fact):
 
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with raises(HardwareError, code, fact), connected(ray_address.AUTO):
+    with raises(HardwareError, code, fact), connected(machine.AUTO):
         pass

@@ -8,17 +8,17 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError, UsageError
-from tilegym_db.measurement.devices.devices import (
+from tilegym_db.measurement.devices.messages import MAX_LOSSES, WorkQueue, divide
+from tilegym_db.measurement.machine import (
     Devices,
     GpuChoice,
     MeasuringDevice,
     choose_gpus,
+    devices_of_options,
     parse_devices,
     parse_gpus,
     share_processors,
 )
-from tilegym_db.measurement.devices.messages import MAX_LOSSES, WorkQueue, divide
-from tilegym_db.measurement.machine import devices_of_options
 from tilegym_db.measurement.plan import DefinitionPlan
 
 FOUR = [MeasuringDevice(f"GPU {index}", index, "h200", "NVIDIA H200") for index in range(4)]

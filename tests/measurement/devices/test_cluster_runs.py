@@ -15,9 +15,9 @@ from raising import raises
 
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.benchmark import bench, verify
-from tilegym_db.measurement.devices.devices import Devices
 from tilegym_db.measurement.devices.places import RemoteProcess, _Cluster
 from tilegym_db.measurement.devices.pool import JOINED
+from tilegym_db.measurement.machine import Devices
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import tune
 from tilegym_db.sandbox.processes import descendants

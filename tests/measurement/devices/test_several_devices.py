@@ -16,7 +16,7 @@ from raising import raises
 
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.benchmark import bench, verify
-from tilegym_db.measurement.devices.devices import cpu_slots
+from tilegym_db.measurement.machine import cpu_slots
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import TuneObserver, tune
 from tilegym_db.store.connection import open_store
@@ -92,6 +92,7 @@ def test_killed_supervisor_loses_nothing_and_repeats_nothing(catalog, home):
     assert supervisors() == []
 
 
+@pytest.mark.turn("tilegym_db/measurement/devices/")  # two supervisors
 @pytest.mark.slow
 def test_idle_device_leaves_its_work_and_ctrl_c_keeps_results(catalog, home):
     seen = []

@@ -45,6 +45,7 @@ def test_worker_compiles_by_itself_if_nothing_compiles_ahead(solution, target):
     assert build(solution, target, {"BLOCK_M": 1, "num_warps": 3}) == {}
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/")  # compilers of a whole search
 def test_leaving_ends_the_compilers_without_waiting_for_the_rest():
     catalog = Catalog.default()
     definition, solution = catalog.definition("rms_norm"), catalog.solution("rms_norm_triton")

@@ -23,7 +23,7 @@ from tilegym_db.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow
 
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
@@ -266,7 +266,7 @@ def _typed_array(values: Sequence[Any], kind: pyarrow.DataType) -> pyarrow.Array
 
 def _stored(value: Any) -> str:
     """Return the text of an object as the database stores it, so that rows of commands and of SQL can be joined on it."""
-    from tilegym_db.store.database import StoredObject
+    from tilegym_db.store.connection import StoredObject
 
     return value.text if isinstance(value, StoredObject) else _flat(value)
 

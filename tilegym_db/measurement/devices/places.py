@@ -20,12 +20,23 @@ from typing import Any, TypeVar
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import HardwareError, RecordError, TilegymDBError, UsageError
 from tilegym_db.measurement.devices import ray_probe
-from tilegym_db.measurement.devices.devices import Devices, GpuChoice, MeasuringDevice, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.measurement.devices.pool import DevicePool, DeviceProcess, SupervisorLost
-from tilegym_db.measurement.devices.ray_address import connected, max_devices, names_cluster, parse_executor
 from tilegym_db.measurement.devices.ray_parcels import ParcelStore, pack
-from tilegym_db.measurement.machine import Machine, Missing, Site
+from tilegym_db.measurement.machine import (
+    Devices,
+    GpuChoice,
+    Machine,
+    MeasuringDevice,
+    Missing,
+    Site,
+    connected,
+    devices_of,
+    max_devices,
+    names_cluster,
+    parse_executor,
+    share_processors,
+)
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Trace, Workload
@@ -93,7 +104,7 @@ def cluster_pool(
 
     Raises:
         HardwareError: no cluster answers, it has no such device, or no device works.
-        UsageError, MissingPackageError: as the functions of :mod:`~tilegym_db.measurement.devices.ray_address`.
+        UsageError, MissingPackageError: as the functions of :mod:`~tilegym_db.measurement.machine`.
     """
     address, most = parse_executor(executor), max_devices(gpus)
     if gpu != "auto":

@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.devices.devices import MeasuringDevice
 from tilegym_db.measurement.devices.messages import (
     Done,
     Failed,
@@ -39,10 +38,10 @@ from tilegym_db.measurement.devices.messages import (
     WorkQueue,
     divide,
 )
-from tilegym_db.measurement.machine import Site
+from tilegym_db.measurement.machine import MeasuringDevice, Site
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.records import Trace
-from tilegym_db.sandbox.limits import HOST_SHARE
+from tilegym_db.sandbox.processes import HOST_SHARE
 from tilegym_db.verification.phases import AT_WORK, IDLE, START, Spent, added, merged
 
 MAX_RESTARTS = 2

@@ -44,7 +44,7 @@ from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.sandbox.limits import available_memory
+from tilegym_db.sandbox.processes import available_memory
 from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout, best_level, prepare_workers
 from tilegym_db.verification.phases import AT_WORK, PREPARE, PROCESSORS, Phases, processor_seconds
 

@@ -19,9 +19,9 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.records import Definition
-from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import span_of
+from tilegym_db.records.definition_parts import span_of
 from tilegym_db.records.solution import narrowed
+from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import fill_tensor
 from tilegym_db.verification.inputs import BlobReader, draw_inputs
 

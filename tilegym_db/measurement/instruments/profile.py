@@ -28,7 +28,7 @@ from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition, Workload, axes_key
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 
 
 @dataclass(frozen=True)

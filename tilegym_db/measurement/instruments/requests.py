@@ -22,9 +22,8 @@ from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError, did_
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import TILE_LANGUAGES, Config, Definition, Workload
 from tilegym_db.records.call import Call
-from tilegym_db.records.case import Case
 from tilegym_db.records.text import canonical_json
-from tilegym_db.records.workload import SafetensorsInput
+from tilegym_db.records.workload import Case, SafetensorsInput
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.verification.cases import fuzz_cases
 

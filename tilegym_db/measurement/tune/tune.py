@@ -13,12 +13,11 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
-from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Session, WorkItem
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
-from tilegym_db.measurement.machine import Machine, leaving_processors
+from tilegym_db.measurement.machine import DevicesLike, Machine, leaving_processors, parse_devices
 from tilegym_db.measurement.plan import DefinitionPlan, DoneKey, Options, PairKey, Plan, Skipped, names_of
 from tilegym_db.measurement.run_setup import RunContext, RunSetup, attempts_of, timing_budget
 from tilegym_db.measurement.runner import BufferPool, Runner

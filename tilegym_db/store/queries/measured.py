@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
 from tilegym_db.records.verdicts import MACHINE_SLOW
-from tilegym_db.store.database import parsed
+from tilegym_db.store.connection import parsed
 
 if TYPE_CHECKING:
     from tilegym_db.records import Config, Trace
     from tilegym_db.records.roofline import GpuPeaks
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
 """Maximum distance from the fastest at which a Solution may be fastest on another host (``docs/decisions/timing.md``,

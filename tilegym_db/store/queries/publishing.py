@@ -10,11 +10,11 @@ from tilegym_db.published.checked import source_key
 from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.store.database import parsed
+from tilegym_db.store.connection import parsed
 from tilegym_db.store.side_files import TuningStep
 
 if TYPE_CHECKING:
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,

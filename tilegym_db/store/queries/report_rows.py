@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.records.model_run import ModelRun, claims_of
 
 if TYPE_CHECKING:
-    from tilegym_db.store.database import Store
+    from tilegym_db.store.connection import Store
 
 
 _SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key"
