@@ -27,6 +27,8 @@ BACKWARDS = [
 OF_SUMS = [
     "add_rms_norm_backward", "add_rms_norm_fp32_backward", "add_rms_norm_gemma_backward", "add_layer_norm_backward",
 ]  # fmt: skip
+OF_MIXTURES = ["moe_experts_backward", "topk_softmax_backward"]
+"""tests/definitions/test_mixture_gradients.py"""
 WITH_SAVED_TENSORS = [
     *OF_SUMS,
     "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward", "attention_prefill_backward",
@@ -44,7 +46,7 @@ Run = Callable[..., Any]
 
 def test_every_backward_is_listed_here_and_fits_its_forward(catalog: Catalog) -> None:
     found = {name: record for name, record in catalog.definitions.items() if record.backward_of}
-    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + HYPER_CONNECTIONS)
+    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + OF_MIXTURES + HYPER_CONNECTIONS)
     for record in found.values():
         assert record.backward_of is not None
         assert backward_problem(catalog.definition(record.backward_of), record) == ""
