@@ -31,6 +31,7 @@ OF_MIXTURES = ["moe_experts_backward", "topk_softmax_backward"]
 """tests/definitions/test_mixture_gradients.py"""
 WITH_SAVED_TENSORS = [
     *OF_SUMS,
+    "attention_bidirectional_backward",
     "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward", "attention_prefill_backward",
     "attention_sink_prefill_backward",
 ]  # fmt: skip
@@ -143,7 +144,9 @@ def test_the_reference_of_a_backward_can_be_differentiated(name: str, catalog: C
         assert torch.autograd.gradcheck(run, values, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["attention_prefill_backward", "attention_sink_prefill_backward"])
+@pytest.mark.parametrize(
+    "name", ["attention_prefill_backward", "attention_sink_prefill_backward", "attention_bidirectional_backward"]
+)
 def test_gradients_of_attention_are_those_of_its_forward_in_fp64(name: str, catalog: Catalog) -> None:
     backward = catalog.definition(name)
     forward = catalog.definition(str(backward.backward_of))
@@ -202,18 +205,21 @@ def test_stock_gradients_of_a_sum_round_as_autograd(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_stock_gradients_of_attention_are_those_of_autograd(dtype: torch.dtype, catalog: Catalog) -> None:
-    backward = catalog.definition("attention_prefill_backward")
+@pytest.mark.parametrize("forward", ["attention_prefill", "attention_bidirectional"])
+def test_stock_gradients_of_attention_are_those_of_autograd(
+    forward: str, dtype: torch.dtype, catalog: Catalog
+) -> None:
+    backward = catalog.definition(f"{forward}_backward")
     inputs, grads = (
         {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         for values in drawn(catalog, backward)
     )
     q, k, v = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v"))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=inputs["scale"], enable_gqa=True
+        q, k, v, is_causal=forward == "attention_prefill", scale=inputs["scale"], enable_gqa=True
     )
     want = torch.autograd.grad(out, (q, k, v), grads["grad_out"])
-    stock = catalog.solution("attention_prefill_backward_stock")
+    stock = catalog.solution(f"{forward}_backward_stock")
     found = load_verified(stock, stock.digest)(*inputs.values(), out.detach(), grads["grad_out"])
     for value, one in zip(found, want, strict=True):
         assert torch.equal(value, one)

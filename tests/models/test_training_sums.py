@@ -77,7 +77,9 @@ def test_checkpoints_run_the_sum_twice(reentrant: bool, sums: Catalog, build: An
 
 
 @pytest.mark.parametrize("missing", ["add_rms_norm", "add_rms_norm_backward"])
-def test_without_either_kernel_the_norm_alone_is_served(missing: str, sum_kernels: Any, build: Any, prompt: Any) -> None:
+def test_without_either_kernel_the_norm_alone_is_served(
+    missing: str, sum_kernels: Any, build: Any, prompt: Any
+) -> None:
     model, ids = build().train(), prompt(2)
     stock = gradients(model, ids)
     with patched(model, catalog=sum_kernels(without=(missing,))) as handle:
@@ -89,7 +91,9 @@ def test_without_either_kernel_the_norm_alone_is_served(missing: str, sum_kernel
 def test_second_derivatives_of_a_sum_are_those_of_stock(sums: Catalog, build: Any, prompt: Any) -> None:
     def twice(model: Any) -> torch.Tensor:
         embedded = model.model.embed_tokens(ids).detach().requires_grad_()
-        (first,) = torch.autograd.grad(model(inputs_embeds=embedded).logits.square().mean(), embedded, create_graph=True)
+        (first,) = torch.autograd.grad(
+            model(inputs_embeds=embedded).logits.square().mean(), embedded, create_graph=True
+        )
         (second,) = torch.autograd.grad(first.square().sum(), embedded)
         return second
 

@@ -18,7 +18,10 @@ def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
 def _is_read(*tensors: torch.Tensor) -> bool:
     """Return True if torch's grouped products can read tensors: on a GPU, contiguous rows of whole 16 bytes."""
     return all(
-        one.is_cuda and one.is_contiguous() and one.data_ptr() % 16 == 0 and one.shape[-1] * one.element_size() % 16 == 0
+        one.is_cuda
+        and one.is_contiguous()
+        and one.data_ptr() % 16 == 0
+        and one.shape[-1] * one.element_size() % 16 == 0
         for one in tensors
     )
 

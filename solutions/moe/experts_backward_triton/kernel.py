@@ -204,9 +204,7 @@ def _slots_of_experts(
 
 
 @triton.jit
-def _sum_choices(
-    rows_ptr, ids_ptr, out_ptr, out_stride, H, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_choices(rows_ptr, ids_ptr, out_ptr, out_stride, H, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """out[token] = sum over its choices, in order, of their rows."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -251,10 +251,18 @@ def run(
         )
     elif parts:
         stats = torch.empty((M, 2), dtype=torch.float32, device=residual_out.device)
-        _layer_norm_backward_long_row[(M,)](
-            *tensors, stats, *strides, eps, N, LOOP_COLUMNS, num_warps=num_warps or 16
-        )
+        _layer_norm_backward_long_row[(M,)](*tensors, stats, *strides, eps, N, LOOP_COLUMNS, num_warps=num_warps or 16)
         _sum_columns_of_rows[(parts * _cdiv(N, PART_COLUMNS),)](
-            residual_out, grad_out, stats, partial, *strides[:2], M, rows_per_part, N, block_m, PART_COLUMNS, num_warps=4
+            residual_out,
+            grad_out,
+            stats,
+            partial,
+            *strides[:2],
+            M,
+            rows_per_part,
+            N,
+            block_m,
+            PART_COLUMNS,
+            num_warps=4,
         )
     _sum_parts[(_cdiv(N, SUM_COLUMNS),)](partial, grad_weight, grad_bias, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)

@@ -144,6 +144,4 @@ def run(
     block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
     values = block_m * block_n
     warps = num_warps or (max(4, values // 1024) if M > 512 else min(32, max(1, values // 512)))
-    _layer_norm_tile[((M + block_m - 1) // block_m,)](
-        *tensors, *strides, eps, M, N, block_m, block_n, num_warps=warps
-    )
+    _layer_norm_tile[((M + block_m - 1) // block_m,)](*tensors, *strides, eps, M, N, block_m, block_n, num_warps=warps)
