@@ -202,6 +202,8 @@ def add_norm_function(
         elif not site.falls_back(norm.training, hidden, residual, *(kept := inputs_of(norm, hidden))):
             if is_cast and is_autocast(hidden):
                 site.bypass(AUTOCAST)
+            elif not norm_part.are_plain(kept, weights):
+                site.bypass(NOT_PLAIN)
             elif norm.training or (torch.is_grad_enabled() and _needs_gradient(residual, hidden, *kept)):
                 if type(residual) is not torch.Tensor:
                     site.bypass(NOT_PLAIN)
