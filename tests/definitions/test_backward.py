@@ -206,9 +206,7 @@ def test_stock_gradients_of_a_sum_round_as_autograd(name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("forward", ["attention_prefill", "attention_bidirectional"])
-def test_stock_gradients_of_attention_are_those_of_autograd(
-    forward: str, dtype: torch.dtype, catalog: Catalog
-) -> None:
+def test_stock_gradients_of_attention_are_those_of_autograd(forward: str, dtype: torch.dtype, catalog: Catalog) -> None:
     backward = catalog.definition(f"{forward}_backward")
     inputs, grads = (
         {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}

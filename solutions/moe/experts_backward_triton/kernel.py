@@ -23,7 +23,7 @@ def _count_ids(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
 def _place_ids(
     ids_ptr, counts_ptr, starts_ptr, order_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """order[slot] = pair of token and choice, slots stably sorted by expert; starts[e] = first slot of e, starts[E] their number."""
+    """order[slot] = pair of token and choice, stably sorted by expert; starts[e] = first slot of e, starts[E] = their number."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + bins, mask=bins < E, other=0)

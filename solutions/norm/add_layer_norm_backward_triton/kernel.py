@@ -1,4 +1,4 @@
-"""Gradients of a residual sum and its layer norm: of the sum, and of scale and shift by sums over all rows in two steps, Triton."""
+"""Gradients of a residual sum and its layer norm: of the sum, and by sums over all rows of scale and shift, Triton."""
 
 import torch
 import triton
@@ -219,7 +219,7 @@ def run(
     BLOCK_M=None,
     num_warps=None,
 ):
-    """grad_x = T(T(r * (h - mean(h) - n * mean(h * n))) + grad_residual_out); grad_weight, grad_bias are sums of grad_out * n, grad_out.
+    """grad_x = T(T(r * (h - mean(h) - n * mean(h * n))) + grad_residual_out); the others sum grad_out * n and grad_out.
 
     s = residual_out, r = rsqrt(var + eps), n = (s - mean) * r, h = grad_out * weight; fp32 inside and in the sums.
 

@@ -231,7 +231,7 @@ def run_add_rms_norm_backward(
 ):
     """grad_x = T(T(r * (h - s * r * mean(h * s * r))) + grad_residual_out), grad_weight = T(sum over rows of grad_out * n).
 
-    s = residual_out, r = rsqrt(mean(s^2) + eps), n = T(s * r) in the sum over rows, h = T(grad_out * weight); fp32 inside and in the sum.
+    s = residual_out, r = rsqrt(mean(s^2) + eps), h = T(grad_out * weight), n = T(s * r) in the sum over rows; fp32 inside.
     """
 
 
