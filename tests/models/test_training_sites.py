@@ -62,8 +62,18 @@ OTHERS: dict[str, tuple[str, str, Any, dict[str, int]]] = {
     "roberta": ("RobertaForMaskedLM", "Roberta", {**SMALL, "pad_token_id": 1}, {"layer_norm": 6, "gelu": 2}),
     "modernbert": ("ModernBertForMaskedLM", "ModernBert", MODERNBERT, {"cross_entropy": 1, "layer_norm_no_bias": 6}),
     "vit": ("ViTModel", "ViT", IMAGES, {"layer_norm": 5, "gelu": 2, "attention_bidirectional": 2}),
-    "siglip": ("SiglipVisionModel", "SiglipVision", IMAGES, {"layer_norm": 6, "gelu_tanh": 3, "attention_bidirectional": 2}),
-    "whisper": ("WhisperForConditionalGeneration", "Whisper", WHISPER, {"layer_norm": 12, "gelu": 4, "attention_bidirectional": 4}),
+    "siglip": (
+        "SiglipVisionModel",
+        "SiglipVision",
+        IMAGES,
+        {"layer_norm": 6, "gelu_tanh": 3, "attention_bidirectional": 2},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "Whisper",
+        WHISPER,
+        {"layer_norm": 12, "gelu": 4, "attention_bidirectional": 4},
+    ),
     "t5": ("T5ForConditionalGeneration", "T5", T5, {"rms_norm": 12}),
     "flan_t5": (
         "T5ForConditionalGeneration",

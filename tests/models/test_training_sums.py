@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from tilegym_db import Catalog, patched
+from tilegym_db.models.parts.add_norm import DROPPED
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # model -> the sums of its layers, which are all but the first of two layers, and their number
@@ -103,3 +105,18 @@ def test_second_derivatives_of_a_sum_are_those_of_stock(sums: Catalog, build: An
     with patched(model, catalog=sums, ops=["fused_add_rms_norm"]) as handle:
         torch.testing.assert_close(twice(model), stock, rtol=1e-3, atol=1e-7)
     assert handle.report().hits()["add_rms_norm"] == 2
+
+
+def test_a_layer_that_drops_the_sum_has_its_norm_alone_served(sums: Catalog) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForMaskedLM(BertConfig(vocab_size=96, **sizes, **rates)).train()
+    ids = torch.randint(3, 96, (2, 9))
+    stock = gradients(model, ids)
+    with patched(model, catalog=sums) as handle:
+        assert_close(gradients(model, ids), stock, torch.float32)
+    hits = handle.report().hits()
+    assert (hits.get("add_layer_norm", 0), hits["layer_norm"], hits["layer_norm_backward"]) == (0, 6, 6)
+    reasons = {text for site in handle.report().sites for text in site.bypassed}
+    assert DROPPED in reasons

@@ -47,6 +47,7 @@ from tilegym_db.records.definition_parts import ModelCode
 AFTER = ("norm",)
 """A layer is found by the norms in it."""
 OPERANDS = 2
+DROPPED = "the layer drops the sum, whose gradient would be zeros that a kernel reads; the norm is served alone"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -156,7 +157,7 @@ def _needs_gradient(*values: Any) -> bool:
 def add_norm_function(
     site: CallSite, attributes: Sequence[str | float], norm_class: type, weights: Sequence[int] = (0,)
 ) -> Callable[..., Any]:
-    """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
+    """Return ``add_norm(layer, norm, residual, (hidden,), keeps_sum) -> (normed, total)``, which a rewritten forward calls.
 
     ``residual`` is only read. ``hidden`` may become the sum, but not in training: the layer's code drops it there, and
     :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
@@ -195,7 +196,9 @@ def add_norm_function(
         made = None if matrices is None else site.ask(is_training, *matrices, *kept)
         return None if made is None else tuple([one.view(hidden.shape) for one in made])
 
-    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
+    def add_norm(
+        layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor], keeps_sum: bool = True
+    ) -> Any:
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm):
             site.bypass(HAS_HOOKS)
@@ -207,6 +210,8 @@ def add_norm_function(
             elif norm.training or (torch.is_grad_enabled() and _needs_gradient(residual, hidden, *kept)):
                 if type(residual) is not torch.Tensor:
                     site.bypass(NOT_PLAIN)
+                elif not keeps_sum:
+                    site.bypass(DROPPED)
                 elif (made := trained(norm.training, kept, residual, hidden)) is not None:
                     return made
             elif type(residual) is not torch.Tensor or not is_owned(box):
