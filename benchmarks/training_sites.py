@@ -94,6 +94,7 @@ BACKWARD_OF_ATTENTION, BACKWARD_OF_EXPERTS = 2.5, 2.0
 """Work of a fused backward in parts of that of its forward: five products for two, and two for each."""
 NO_DEFINITION = "no Definition of its gradients"
 SERVED = "served"
+UNDECIDED = "training asks for a kernel, but this script counts the call whole and does not decide it"
 
 
 @dataclass
@@ -361,7 +362,8 @@ def step_of(name: str, gpu: str, catalog: Catalog) -> Step:
             step.bypassed[definition, reason] += calls
     known = asked | {definition for definition, _ in step.bypassed}
     for definition in {row.definition for row in step.taken} - known - {""}:
-        step.bypassed[definition, "only inference asks for a kernel"] += 0
+        is_trained = bool(catalog.backwards_of(definition))
+        step.bypassed[definition, UNDECIDED if is_trained else "only inference asks for a kernel"] += 0
     return step
 
 
