@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -93,6 +94,7 @@ BACKWARD_OF_ATTENTION, BACKWARD_OF_EXPERTS = 2.5, 2.0
 """Work of a fused backward in parts of that of its forward: five products for two, and two for each."""
 NO_DEFINITION = "no Definition of its gradients"
 SERVED = "served"
+UNDECIDED = "training asks for a kernel, but this script counts the call whole and does not decide it"
 
 
 @dataclass
@@ -141,17 +143,29 @@ def answer(definition: Definition, inputs: tuple[Any, ...], wanted: frozenset[st
 
 
 class InTraining:
-    """Stands in for the training side of a call site: notes each call's answer and runs stock code, forward and backward."""
+    """Stands in for the training side of a call site: notes each call's answer and runs stock code, forward and backward.
+
+    With ``in_parts``, a call that no kernel serves is left to the model's code, whose parts ask for themselves.
+    """
 
     def __init__(
-        self, definition: Definition, serve: Callable[..., Any], step: Step, meter: Meter, gpu: str, catalog: Catalog
+        self,
+        definition: Definition,
+        serve: Callable[..., Any],
+        step: Step,
+        meter: Meter,
+        gpu: str,
+        catalog: Catalog,
+        *,
+        in_parts: bool = False,
     ) -> None:
+        self._in_parts = in_parts
         self._definition, self._serve, self._meter = definition, serve, meter
         self._step, self._gpu, self._catalog = step, gpu, catalog
         self._known: dict[Any, str] = {}
 
     def ask(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
-        """Return the outputs of stock code."""
+        """Return the outputs of stock code; None if the parts of the call ask for themselves."""
         names = tuple(self._definition.inputs)
         wanted = frozenset(
             name for name, one in zip(names, inputs, strict=True) if isinstance(one, torch.Tensor) and one.requires_grad
@@ -169,6 +183,8 @@ class InTraining:
                 if self._known[kind] != SERVED:
                     self._step.missing += self._backward_calls(inputs, wanted)
         self._step.asked[self._definition.name, self._known[kind]] += 1
+        if self._in_parts and self._known[kind] != SERVED:
+            return None
         return Stock.apply(self._meter, self._definition.name, self._serve, *inputs)
 
     def _backward_calls(self, inputs: tuple[Any, ...], wanted: frozenset[str]) -> list[Workload]:
@@ -327,7 +343,14 @@ def step_of(name: str, gpu: str, catalog: Catalog) -> Step:
         install(model, catalog, meter)
     (handle,) = sites
     for definition, site in handle.sites:
-        site.training = InTraining(catalog.definition(definition), site.serve, step, meter, gpu, catalog)
+        serving = catalog.definition(definition).serving
+        instead = None if serving is None else serving.in_training
+        if instead is None:
+            site.training = InTraining(catalog.definition(definition), site.serve, step, meter, gpu, catalog)
+        else:
+            asked = catalog.definition(instead)
+            serve = recognised_share.serving(meter, asked, SimpleNamespace(stock=None), catalog)
+            site.training = InTraining(asked, serve, step, meter, gpu, catalog, in_parts=True)
     with metered(meter):
         out = model(**inputs_of(model, *MODELS[name][2]))
         loss = out.loss if getattr(out, "loss", None) is not None else out[0].float().mean()
@@ -339,7 +362,8 @@ def step_of(name: str, gpu: str, catalog: Catalog) -> Step:
             step.bypassed[definition, reason] += calls
     known = asked | {definition for definition, _ in step.bypassed}
     for definition in {row.definition for row in step.taken} - known - {""}:
-        step.bypassed[definition, "only inference asks for a kernel"] += 0
+        is_trained = bool(catalog.backwards_of(definition))
+        step.bypassed[definition, UNDECIDED if is_trained else "only inference asks for a kernel"] += 0
     return step
 
 

@@ -11,7 +11,7 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.call import backward_problem, differentiated
+from tilegym_db.records.call import backward_problem, differentiated, gradient_outputs
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.records.workload import Case
 from tilegym_db.resolver.loader import load_verified
@@ -24,7 +24,14 @@ BACKWARDS = [
     "relu_squared_backward", "rms_norm_fp32_backward", "rms_norm_gemma_backward",
     "layer_norm_no_bias_backward",
 ]  # fmt: skip
+OF_SUMS = [
+    "add_rms_norm_backward", "add_rms_norm_fp32_backward", "add_rms_norm_gemma_backward", "add_layer_norm_backward",
+]  # fmt: skip
+OF_MIXTURES = ["moe_experts_backward", "topk_softmax_backward"]
+"""tests/definitions/test_mixture_gradients.py"""
 WITH_SAVED_TENSORS = [
+    *OF_SUMS,
+    "attention_bidirectional_backward",
     "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward", "attention_prefill_backward",
     "attention_sink_prefill_backward",
 ]  # fmt: skip
@@ -40,7 +47,7 @@ Run = Callable[..., Any]
 
 def test_every_backward_is_listed_here_and_fits_its_forward(catalog: Catalog) -> None:
     found = {name: record for name, record in catalog.definitions.items() if record.backward_of}
-    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + HYPER_CONNECTIONS)
+    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + OF_MIXTURES + HYPER_CONNECTIONS)
     for record in found.values():
         assert record.backward_of is not None
         assert backward_problem(catalog.definition(record.backward_of), record) == ""
@@ -137,7 +144,9 @@ def test_the_reference_of_a_backward_can_be_differentiated(name: str, catalog: C
         assert torch.autograd.gradcheck(run, values, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["attention_prefill_backward", "attention_sink_prefill_backward"])
+@pytest.mark.parametrize(
+    "name", ["attention_prefill_backward", "attention_sink_prefill_backward", "attention_bidirectional_backward"]
+)
 def test_gradients_of_attention_are_those_of_its_forward_in_fp64(name: str, catalog: Catalog) -> None:
     backward = catalog.definition(name)
     forward = catalog.definition(str(backward.backward_of))
@@ -157,19 +166,58 @@ def test_gradients_of_attention_are_those_of_its_forward_in_fp64(name: str, cata
         torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_both_operands_of_a_sum_have_one_gradient(name: str, catalog: Catalog) -> None:
+    backward = catalog.definition(name)
+    forward = catalog.definition(str(backward.backward_of))
+    inputs, grads = drawn(catalog, backward)
+    lift = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    grads = {key: value.double() for key, value in grads.items()}
+    run, outputs = load_function(forward.reference, forward.name), gradient_outputs(backward)
+    mode: Any = Lifted
+    with mode():
+        total = run(*lift.values())[1]
+        want = derivative(forward, run, lift, grads, outputs)
+    given = {**lift, "residual_out": total, **grads}
+    found = run_lifted(backward, {key: given[key] for key in backward.inputs})
+    assert outputs["residual"] == outputs["x"] == "grad_x"
+    for key, output in outputs.items():
+        torch.testing.assert_close(found[output], want[GRADIENT + key], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_stock_gradients_of_attention_are_those_of_autograd(dtype: torch.dtype, catalog: Catalog) -> None:
-    backward = catalog.definition("attention_prefill_backward")
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_stock_gradients_of_a_sum_round_as_autograd(name: str, dtype: torch.dtype, catalog: Catalog) -> None:
+    backward = catalog.definition(name)
+    forward = catalog.definition(str(backward.backward_of))
+    inputs, grads = (
+        {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for values in drawn(catalog, backward)
+    )
+    stock = catalog.solution(f"{forward.name}_stock")
+    want = derivative(forward, load_verified(stock, stock.digest), inputs, grads, differentiated(backward))
+    given = {**inputs, "residual_out": inputs["residual"] + inputs["x"], **grads}
+    found = load_entry(catalog.solution(f"{name}_stock"))(*(given[key] for key in backward.inputs))
+    for key, value in name_outputs(backward, found, given, name).items():
+        assert value.dtype == dtype
+        apart = (value.double() - want[key].double()).abs()
+        assert float(apart.max()) <= 2 * torch.finfo(dtype).eps * float(want[key].abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("forward", ["attention_prefill", "attention_bidirectional"])
+def test_stock_gradients_of_attention_are_those_of_autograd(forward: str, dtype: torch.dtype, catalog: Catalog) -> None:
+    backward = catalog.definition(f"{forward}_backward")
     inputs, grads = (
         {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         for values in drawn(catalog, backward)
     )
     q, k, v = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v"))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=inputs["scale"], enable_gqa=True
+        q, k, v, is_causal=forward == "attention_prefill", scale=inputs["scale"], enable_gqa=True
     )
     want = torch.autograd.grad(out, (q, k, v), grads["grad_out"])
-    stock = catalog.solution("attention_prefill_backward_stock")
+    stock = catalog.solution(f"{forward}_backward_stock")
     found = load_verified(stock, stock.digest)(*inputs.values(), out.detach(), grads["grad_out"])
     for value, one in zip(found, want, strict=True):
         assert torch.equal(value, one)

@@ -38,6 +38,9 @@ SERVED = [
 ]
 OPS = tuple(sorted({record.name for record in SERVED} | {one.serving.after for one in SERVED if one.serving.after}))  # type: ignore[union-attr]
 """What models are served with, as the Definitions say, and what comes before them."""
+IN_TRAINING = tuple(sorted(one.serving.in_training for one in SERVED if one.serving.in_training))  # type: ignore[union-attr]
+"""What training asks for in place of an operator that overwrites an input."""
+SUMS = (*IN_TRAINING, *(name for name, record in SHIPPED.definitions.items() if record.backward_of in IN_TRAINING))
 BACKWARDS = tuple(name for name, record in SHIPPED.definitions.items() if record.backward_of in OPS)
 LARGEST = 4096
 LARGEST_HEAD = 256
@@ -372,7 +375,7 @@ class Shop:
         """Return what is published of every kernel that was written: the entries of a table."""
         entries: list[dict[str, Any]] = []
         catalog = beside_the_shipped(self.root)
-        for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
+        for op in (op for op in (*OPS, *BACKWARDS, *SUMS) if op not in without and self._folder(op).is_dir()):
             entries += self._entries(catalog, op, smallest_of.get(op, smallest))
         return entries
 
@@ -499,6 +502,12 @@ def kernels(shop: Shop) -> Catalog:
 def training_kernels(shop: Shop) -> Catalog:
     """Return the catalog of ``kernels`` with kernels for the gradients."""
     return shop.offer(ops=(*OPS, *BACKWARDS))
+
+
+@pytest.fixture
+def sum_kernels(shop: Shop) -> Callable[..., Catalog]:
+    """Return the function that offers kernels for training and those of its sums, without some operators."""
+    return functools.partial(shop.offer, ops=(*OPS, *BACKWARDS, *SUMS))
 
 
 @pytest.fixture

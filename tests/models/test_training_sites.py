@@ -58,12 +58,22 @@ DECODERS: dict[str, dict[str, int]] = {
 # name -> (class in transformers, prefix of its config, config, calls)
 OTHERS: dict[str, tuple[str, str, Any, dict[str, int]]] = {
     "phi": ("PhiForCausalLM", "Phi", SMALL, {"cross_entropy": 1, "layer_norm": 3, "gelu_new": 2, **ROPE}),
-    "bert": ("BertForMaskedLM", "Bert", SMALL, {"layer_norm": 6, "gelu": 3}),
+    "bert": ("BertForMaskedLM", "Bert", SMALL, {"layer_norm": 6, "gelu": 3, "attention_bidirectional": 2}),
     "roberta": ("RobertaForMaskedLM", "Roberta", {**SMALL, "pad_token_id": 1}, {"layer_norm": 6, "gelu": 2}),
     "modernbert": ("ModernBertForMaskedLM", "ModernBert", MODERNBERT, {"cross_entropy": 1, "layer_norm_no_bias": 6}),
-    "vit": ("ViTModel", "ViT", IMAGES, {"layer_norm": 5, "gelu": 2}),
-    "siglip": ("SiglipVisionModel", "SiglipVision", IMAGES, {"layer_norm": 6, "gelu_tanh": 3}),
-    "whisper": ("WhisperForConditionalGeneration", "Whisper", WHISPER, {"layer_norm": 12, "gelu": 4}),
+    "vit": ("ViTModel", "ViT", IMAGES, {"layer_norm": 5, "gelu": 2, "attention_bidirectional": 2}),
+    "siglip": (
+        "SiglipVisionModel",
+        "SiglipVision",
+        IMAGES,
+        {"layer_norm": 6, "gelu_tanh": 3, "attention_bidirectional": 2},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "Whisper",
+        WHISPER,
+        {"layer_norm": 12, "gelu": 4, "attention_bidirectional": 4},
+    ),
     "t5": ("T5ForConditionalGeneration", "T5", T5, {"rms_norm": 12}),
     "flan_t5": (
         "T5ForConditionalGeneration",

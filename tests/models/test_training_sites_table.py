@@ -31,7 +31,11 @@ def calls_of(step: Any) -> dict[str, int]:
 
 def test_each_call_of_a_step_has_an_answer_and_a_time(training_sites: ModuleType) -> None:
     step = training_sites.step_of("vit-base", "h200", CATALOG)
-    assert calls_of(step) == {"layer_norm": 25, "gelu": 12}  # twelve layers, and a norm after them
+    assert calls_of(step) == {
+        "layer_norm": 25,
+        "gelu": 12,
+        "add_layer_norm": 12,
+    }  # twelve layers, and a norm after them
     assert all(text for _, text in step.asked)
     shares = [step.share(definition) for definition in ("layer_norm", "gelu")]
     assert all(0.01 < share < 0.3 for share in shares)
@@ -43,7 +47,7 @@ def test_a_gpu_without_a_table_serves_nothing(training_sites: ModuleType) -> Non
     step = training_sites.step_of("vit-base", "b200", CATALOG)
     assert training_sites.SERVED not in {text for _, text in step.asked}
     missing = {one.definition for one in step.missing}
-    assert missing == {"layer_norm_backward", "gelu_backward"}
+    assert missing == {"layer_norm_backward", "gelu_backward", "add_layer_norm_backward"}
     ((first, share, places), *_) = training_sites.missing_shares({"vit-base": step})
     assert (first, places) == ("gelu", ["vit-base"])
     assert share == pytest.approx(step.share("gelu"))

@@ -34,7 +34,7 @@ _is_compiling = torch.compiler.is_compiling
 
 ADD_NORM = "_tilegym_db_add_norm"
 """Beginning of the function that the rewritten forward calls; the attribute of the norm follows:
-``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``."""
+``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``; False follows if the layer drops the sum."""
 PART, NORMED = "_tilegym_db_part", "_tilegym_db_normed"
 """Variables of a rewritten forward for an operand that has no name, and for a norm in the middle of an expression."""
 
@@ -236,7 +236,8 @@ class _Fusing:
 
     @staticmethod
     def _call(place: ast.stmt, norm: str, text: str, residual: str, hidden: str) -> tuple[list[ast.stmt], list[str]]:
-        call = f"{called_for(norm)}(self, self.{norm}, {residual}, ({hidden},))"
+        alone = ", False" if text.endswith("[0]") else ""  # the layer reads the norm alone, not the sum
+        call = f"{called_for(norm)}(self, self.{norm}, {residual}, ({hidden},){alone})"
         return _statements(text.format(call), place), [norm]
 
     def _branched(

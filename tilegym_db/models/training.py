@@ -22,7 +22,7 @@ import torch
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
-from tilegym_db.records.call import differentiated
+from tilegym_db.records.call import gradient_outputs
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.resolver.dispatch import Dispatcher, DispatchReport
 from tilegym_db.resolver.hot_path import allocate_of
@@ -134,7 +134,9 @@ class _DefinitionPair:
         self.forward = call_site(forward, catalog, mode="training", backward=backward)
         self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
         self.serve: Callable[..., Any] = self.forward.serving(allocate_of(forward))
-        self.differentiated = tuple(inputs.index(name) for name in differentiated(backward))
+        places = {name: place for place, name in enumerate(backward.outputs)}
+        self._gradients = {inputs.index(name): places[output] for name, output in gradient_outputs(backward).items()}
+        self.differentiated = tuple(self._gradients)
         self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
         self._definition = backward
@@ -162,7 +164,8 @@ class _DefinitionPair:
         if found is None:
             with torch.autocast(grads[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
                 found = self._code_of_gradients()(*self._differentiable(given))
-        return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))
+        made = found if isinstance(found, tuple) else (found,)
+        return {which: made[place] for which, place in self._gradients.items()}
 
     def _differentiable(self, given: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a backward; if gradients are enabled, autograd can differentiate all of them."""
@@ -220,13 +223,19 @@ class _Call(torch.autograd.Function):
         return (None, *(found.get(which) if wanted[which] else None for which in range(len(wanted))))
 
 
-def training_of(definition: Definition, catalog: Catalog) -> Training | None:
+def training_of(asked: Definition, catalog: Catalog) -> Training | None:
     """Return the training side of a call site; None if no Definition computes gradients of its Definition.
 
+    A Definition that overwrites an input has none. Training asks for the Definition that it names in its place.
+
     Args:
-        definition: the Definition of the call site.
+        asked: the Definition of the call site.
         catalog: the catalog of backward Definitions, stock code and kernels.
     """
+    instead = None if asked.serving is None else asked.serving.in_training
+    if instead is not None and instead not in catalog.definitions:
+        return None
+    definition = asked if instead is None else catalog.definition(instead)
     ways = [
         _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)

@@ -413,8 +413,14 @@ def forward_of(backward: Definition) -> Definition:
 
 
 def differentiated(backward: Definition) -> tuple[str, ...]:
-    """Return the forward's inputs whose gradients a backward computes, in the order of its outputs."""
-    return tuple(name.removeprefix(GRADIENT) for name in backward.outputs)
+    """Return the forward's inputs whose gradients a backward computes: in the order of its outputs, then those that share one."""
+    return tuple(gradient_outputs(backward))
+
+
+def gradient_outputs(backward: Definition) -> dict[str, str]:
+    """Return input of the forward -> output of the backward that is its gradient; several inputs may share an output."""
+    shared = {} if backward.serving is None else backward.serving.same_gradient
+    return {**{name.removeprefix(GRADIENT): name for name in backward.outputs}, **shared}
 
 
 def backward_problem(forward: Definition, backward: Definition) -> str:
@@ -428,6 +434,10 @@ def backward_problem(forward: Definition, backward: Definition) -> str:
             return problem
     for name, spec in backward.outputs.items():
         problem = _differs(f"outputs.{name}", spec, forward.inputs.get(name.removeprefix(GRADIENT)), forward)
+        if problem:
+            return problem
+    for name, output in gradient_outputs(backward).items():
+        problem = _differs(f"the gradient of {name}", backward.outputs[output], forward.inputs.get(name), forward)
         if problem:
             return problem
     for name in forward.outputs:

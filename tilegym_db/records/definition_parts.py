@@ -360,6 +360,10 @@ class Serving(RecordPart):
     """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
     linear: LinearLayers | None = None
     """The linear layers that it computes. They ask for a kernel in graphs of ``generate`` alone."""
+    in_training: str | None = None
+    """The Definition that training asks for instead, because this one overwrites an input. It has the same inputs."""
+    same_gradient: dict[Identifier, Identifier] = {}
+    """For a backward: an input of the forward -> the output that is its gradient too, such as the other operand of a sum."""
     fixed_cache: Flag = False
     """True if it writes new keys and values into a cache of fixed size, as graphs of ``generate`` do in each step."""
     rows: str | None = None
@@ -410,6 +414,7 @@ def serving_problem(definition: ServedDefinition) -> RecordError | None:
         return None
     return (
         _part_problem(definition, serving)
+        or _same_gradient_problem(definition, serving)
         or _code_problem(definition, serving)
         or _axes_problem(definition, serving)
         or _independent_problem(definition, serving)
@@ -420,7 +425,7 @@ def serving_problem(definition: ServedDefinition) -> RecordError | None:
 
 def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
     if serving.part is None:
-        for key in ("code", "includes", "after"):
+        for key in ("code", "includes", "after", "in_training"):
             if getattr(serving, key):
                 return RecordError(
                     f"serving.{key} is about a part of a model; name it in 'serving.part'", code="serving_without_part"
@@ -430,7 +435,7 @@ def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError
             f"serving.part: leave it out; a backward is served with its forward '{definition.backward_of}'",
             code="serving_of_backward",
         )
-    for key in ("includes", "after"):
+    for key in ("includes", "after", "in_training"):
         if getattr(serving, key) == definition.name:
             return RecordError(
                 f"serving.{key} names the definition itself, '{definition.name}'", code="serving_of_itself"
@@ -442,6 +447,19 @@ def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError
                 f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice", code="serving_code_repeated"
             )
         known.add(code.fingerprint)
+    return None
+
+
+def _same_gradient_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    """Return an error for a shared gradient of a forward, of an input that has its own, or that no output is."""
+    if serving.same_gradient and definition.backward_of is None:
+        return RecordError("serving.same_gradient is for backward definitions", code="serving_same_gradient")
+    for name, output in serving.same_gradient.items():
+        if output not in definition.outputs or f"grad_{name}" in definition.outputs:
+            return RecordError(
+                f"serving.same_gradient.{name}: '{output}' must be an output, and 'grad_{name}' none",
+                code="serving_same_gradient",
+            )
     return None
 
 

@@ -1,7 +1,8 @@
 """A residual sum and its norm as one call across two modules: a layer's forward is rewritten.
 
 A Definition states in ``serving.includes`` the norm that it computes of the sum. Its first two inputs are the operands. The
-others are those of the norm, in the attributes where the norm keeps them.
+others are those of the norm, in the attributes where the norm keeps them. It overwrites one operand. Training asks for the
+Definition in ``serving.in_training``, which overwrites none: autograd may have kept either.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tilegym_db.models.call_site import (
     HAS_HOOKS,
     HELD,
     IN_TRAINING,
+    NOT_PLAIN,
     NOT_ROWS,
     CallSite,
     has_hooks,
@@ -45,6 +47,7 @@ from tilegym_db.records.definition_parts import ModelCode
 AFTER = ("norm",)
 """A layer is found by the norms in it."""
 OPERANDS = 2
+DROPPED = "the layer drops the sum, whose gradient would be zeros that a kernel reads; the norm is served alone"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -131,27 +134,32 @@ def _function_of(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
 def layer_forward(
     stock: Callable[..., Any], fused: Callable[..., Any], sites: Sequence[CallSite]
 ) -> Callable[..., Any]:
-    """Return the forward of a layer: ``fused`` in eager inference, else ``stock``."""
+    """Return the forward of a layer: ``fused`` in eager code, else ``stock``; in training, if gradients have a Definition."""
     every = tuple(sites)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or self.training or not any([site.is_open for site in every]):
+        is_untrained = self.training and all([site.training is None for site in every])
+        if _is_compiling() or is_untrained or not any([site.is_open for site in every]):
             if not _is_compiling():
                 for site in every:
-                    site.bypass(IN_TRAINING if self.training else site.closed)
+                    site.bypass(IN_TRAINING if is_untrained else site.closed)
             return stock(self, *args, **kwargs)
         return fused(self, *args, **kwargs)
 
     return forward
 
 
+def _needs_gradient(*values: Any) -> bool:
+    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in values])
+
+
 def add_norm_function(
     site: CallSite, attributes: Sequence[str | float], norm_class: type, weights: Sequence[int] = (0,)
 ) -> Callable[..., Any]:
-    """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
+    """Return ``add_norm(layer, norm, residual, (hidden,), keeps_sum) -> (normed, total)``, which a rewritten forward calls.
 
-    ``residual`` is only read. ``hidden`` may become the sum: the layer's code drops it there, and
+    ``residual`` is only read. ``hidden`` may become the sum, but not in training: the layer's code drops it there, and
     :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
     Args:
@@ -163,7 +171,7 @@ def add_norm_function(
     inputs_of = norm_part.kept_by(tuple(attributes), tuple(weights))
     is_cast = norm_part.is_cast(norm_class)
 
-    def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+    def as_rows(residual: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         matrices = rows(residual), rows(hidden)
         if matrices[0] is None and is_cast and residual.dim() > 2 and residual.numel():
             # The patches of an image, transposed: stock code copies every sum of them, and here the sum has rows from now on.
@@ -171,19 +179,41 @@ def add_norm_function(
         if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
             site.bypass(NOT_ROWS)
             return None
+        return matrices  # type: ignore[return-value]
+
+    def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        matrices = as_rows(residual, hidden)
+        if matrices is None:
+            return None
         out: torch.Tensor | None = site.serve(*matrices, *kept)
         if out is None:
             site.unserved()
             return None
         return out.view_as(hidden)
 
-    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
+    def trained(is_training: bool, kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> Any:
+        matrices = as_rows(residual, hidden)
+        made = None if matrices is None else site.ask(is_training, *matrices, *kept)
+        return None if made is None else tuple([one.view(hidden.shape) for one in made])
+
+    def add_norm(
+        layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor], keeps_sum: bool = True
+    ) -> Any:
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm):
             site.bypass(HAS_HOOKS)
         elif not site.falls_back(norm.training, hidden, residual, *(kept := inputs_of(norm, hidden))):
             if is_cast and is_autocast(hidden):
                 site.bypass(AUTOCAST)
+            elif not norm_part.are_plain(kept, weights):
+                site.bypass(NOT_PLAIN)
+            elif norm.training or (torch.is_grad_enabled() and _needs_gradient(residual, hidden, *kept)):
+                if type(residual) is not torch.Tensor:
+                    site.bypass(NOT_PLAIN)
+                elif not keeps_sum:
+                    site.bypass(DROPPED)
+                elif (made := trained(norm.training, kept, residual, hidden)) is not None:
+                    return made
             elif type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:

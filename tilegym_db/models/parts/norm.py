@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, is_autocast, rows
+from tilegym_db.models.call_site import AUTOCAST, NOT_PLAIN, NOT_ROWS, CallSite, are_rows, is_autocast, rows
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -209,7 +210,7 @@ def _stated_weights(definition: Definition) -> dict[str, float]:
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a norm of any size on random rows with random weights."""
     weight: Any = weight_of(module)
-    if weight is not None and (type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point):
+    if weight is not None and not (_is_drawable(weight.data) and weight.dtype.is_floating_point):
         return f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
     missing = [name for name in attributes_of(match) if isinstance(name, str) and not hasattr(module, name)]
     if missing:
@@ -221,6 +222,20 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     except of_models() as error:
         return f"it cannot be probed: {type(error).__name__}: {error}"
     return {next(iter(match.definition.inputs)): x, **inputs}, (out,)
+
+
+def _is_drawable(weight: torch.Tensor) -> bool:
+    """Return True if random weights of its shape can stand in for a weight: a plain tensor, or one in parts on several GPUs.
+
+    ``fully_shard`` leaves the parts in place between calls, and gathers plain weights for each call.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return type(weight) is torch.Tensor or (tensors is not None and type(weight) is tensors.DTensor)
+
+
+def are_plain(kept: Sequence[Any], tensors: Iterable[int]) -> bool:
+    """Return True if the weights of a norm are whole: outside of its hooks, ``fully_shard`` leaves one part in this process."""
+    return all([type(kept[which]) in (torch.nn.Parameter, torch.Tensor) for which in tensors])
 
 
 def weights_of(definition: Definition) -> tuple[str, ...]:
@@ -316,6 +331,9 @@ def norm_forward(
             return traced(self, x)
         kept = inputs_of(self, x)
         if site.falls_back(self.training, x, *kept):
+            return None
+        if not are_plain(kept, tensors):
+            site.bypass(NOT_PLAIN)
             return None
         if is_cast and is_autocast(x):
             site.bypass(AUTOCAST)

@@ -206,13 +206,14 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def routed_forward(stock: Callable[..., Any], asked: FunctionType, site: CallSite) -> Callable[..., Any]:
-    """Return the forward of a router: ``asked`` in inference, else ``stock``."""
+    """Return the forward of a router: ``asked``, but ``stock`` in training if no Definition computes its gradients."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training or not site.is_open:
+        is_untrained = self.training and site.training is None
+        if is_untrained or not site.is_open:
             if not _is_compiling():
-                site.bypass(IN_TRAINING if self.training else site.closed)
+                site.bypass(IN_TRAINING if is_untrained else site.closed)
             return stock(self, *args, **kwargs)
         return asked(self, *args, **kwargs)
 
