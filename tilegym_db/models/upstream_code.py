@@ -186,7 +186,7 @@ def _is_known_wrapper(forward: Any) -> bool:
 
 def _keeps_no_gradient(forward: FunctionType) -> bool:
     """Return True if a function is the wrapper that ``torch.no_grad()`` puts around another."""
-    if forward.__code__ is not _without_gradients().__code__:
+    if forward.__code__ != _without_gradients().__code__:
         return False
     contexts = [getattr(cell.cell_contents, "__self__", None) for cell in forward.__closure__ or ()]
     return any(type(context) is torch.no_grad for context in contexts)
