@@ -122,7 +122,12 @@ def test_other_statements_are_no_scores_of_an_indexer(cls: Any) -> None:
 def test_statements_between_those_of_the_scores_stay() -> None:
     found = statements_of(undecorated(Scores.forward))
     assert found is not None
-    assert (found.places, found.operands, found.attribute, found.sets) == ((0, 1, 3), ("q", "k", "weights"), "scale", "")
+    assert (found.places, found.operands, found.attribute, found.sets) == (
+        (0, 1, 3),
+        ("q", "k", "weights"),
+        "scale",
+        "",
+    )
 
 
 def test_a_forward_without_gradients_is_recognised_and_stays_one() -> None:

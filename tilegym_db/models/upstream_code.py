@@ -186,19 +186,19 @@ def _is_known_wrapper(forward: Any) -> bool:
 
 def _keeps_no_gradient(forward: FunctionType) -> bool:
     """Return True if a function is the wrapper that ``torch.no_grad()`` puts around another."""
-    if forward.__code__ != _without_gradients().__code__:
+    if forward.__code__ != _code_without_gradients():
         return False
     contexts = [getattr(cell.cell_contents, "__self__", None) for cell in forward.__closure__ or ()]
     return any(type(context) is torch.no_grad for context in contexts)
 
 
 @cache
-def _without_gradients() -> FunctionType:
+def _code_without_gradients() -> CodeType | None:
     @torch.no_grad()
     def nothing() -> None:
         """Do nothing."""
 
-    return nothing
+    return getattr(nothing, "__code__", None)
 
 
 def _holds(cell: CellType, value: Any) -> bool:

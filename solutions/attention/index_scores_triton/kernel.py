@@ -55,7 +55,9 @@ def _scores_of_position(
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, H, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
-        q = tl.load(q_ptr + heads[:, None] * q_h + cols[None, :], mask=(heads[:, None] < H) & (cols[None, :] < D), other=0.0)
+        q = tl.load(
+            q_ptr + heads[:, None] * q_h + cols[None, :], mask=(heads[:, None] < H) & (cols[None, :] < D), other=0.0
+        )
         weight = tl.load(weights_ptr + heads * w_h, mask=heads < H, other=0.0) * scale
         products = weight[:, None] * _positive(tl.dot(q, k, input_precision="ieee"))
         total += tl.sum(tl.where(heads[:, None] < H, products, 0.0), 0)

@@ -73,7 +73,9 @@ class Statements(NamedTuple):
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward has such statements."""
     has = of_class(lambda cls: statements_in(cls) is not None)
-    parts = [ModuleOfPart(module, detail=(device_of(module), _scale(module))) for module in model.modules() if has(module)]
+    parts = [
+        ModuleOfPart(module, detail=(device_of(module), _scale(module))) for module in model.modules() if has(module)
+    ]
     return grouped(KIND, parts if known.definitions(KIND) else ())
 
 
@@ -135,7 +137,9 @@ def _run(body: Sequence[ast.stmt], first: int, local: frozenset[str], owner: str
     return None
 
 
-def _described(run: Sequence[ast.stmt], places: Sequence[int], operands: Sequence[str], owner: str) -> Statements | None:
+def _described(
+    run: Sequence[ast.stmt], places: Sequence[int], operands: Sequence[str], owner: str
+) -> Statements | None:
     nodes = [node for one in run for node in ast.walk(one)]
     attributes = {
         node.attr
@@ -254,7 +258,9 @@ def scores_function(found: ModuleGroup, site: CallSite, attribute: str) -> Calla
             return NOT_POSITIVE
         if q.dtype != k.dtype or w.dtype != torch.float32:
             return OTHER_DTYPES
-        fit = q.dim() == 4 and k.dim() == 3 and w.shape == q.shape[:3] and k.shape == (q.shape[0], k.shape[1], q.shape[3])
+        fit = (
+            q.dim() == 4 and k.dim() == 3 and w.shape == q.shape[:3] and k.shape == (q.shape[0], k.shape[1], q.shape[3])
+        )
         return "" if fit and q.numel() and k.numel() else OTHER_SHAPES
 
     def scores(module: Any, q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Any:

@@ -85,7 +85,9 @@ def probe(found: ModuleGroup, module: Module, match: Match) -> Probe | str:
     owner = next(one for one in found.modules if _table(one) is not None)
     table, twin = _table(owner), copy.copy(owner)
     weight = Draw(device_of(module))(*table.weight.shape)
-    vars(twin)["_modules"] = {**owner._modules, TABLE: torch.nn.Embedding.from_pretrained(weight)}
+    drawn = torch.nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+    drawn.weight = torch.nn.Parameter(weight, requires_grad=False)
+    vars(twin)["_modules"] = {**owner._modules, TABLE: drawn}
     method = getattr(found.module_class, METHOD)
     try:
         with torch.no_grad():
