@@ -28,6 +28,7 @@ STAGES_OF = {
     "attention_bidirectional": {"prefill"},
     "layer_norm_no_bias": {"prefill"},
     "quick_gelu": {"prefill"},
+    "relative_bias": {"prefill"},
     "cross_entropy": {"training"},
     "fused_linear_cross_entropy": {"training"},
     "causal_conv1d": {"prefill"},

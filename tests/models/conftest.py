@@ -65,6 +65,7 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
+INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4}
 MLA = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -171,6 +172,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", MOE),
     "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "greedy", "n_group": 1}),
     "deepseek_v3": ("DeepseekV3", MLA),
+    "deepseek_v32": ("DeepseekV32", {**MLA, **INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**MLA, **INDEXER}),
     "gpt_oss": ("GptOss", {**MOE, **LOCAL_AND_GLOBAL}),
     "qwen3_next": ("Qwen3Next", {**MOE, **LINEAR, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5}),
     "qwen3_5": ("Qwen3_5", LINEAR),
@@ -214,6 +217,8 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         return [{}, {"x": "strided"}, {"out": "strided"}, {"x": "strided", "out": "strided"}]
     if definition.serving is not None and definition.serving.part == "delta_rule":  # columns of one tensor
         return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
+    if definition.serving is not None and definition.serving.part == "relative_bias":  # heads last in memory
+        return [{}, {"values": "strided", "out": "strided"}]
     if definition.serving is not None and definition.serving.part == "state_space":
         columns = [name for name in ("x", "Bmat", "Cmat") if name in tensors]
         return [

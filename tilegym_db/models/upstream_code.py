@@ -135,20 +135,20 @@ class _Normalise(ast.NodeTransformer):
 # Decorators of transformers whose effect on a forward is known: how to remove them, and how to put them around other code.
 #
 # ``deprecate_kwarg`` renames arguments that callers pass by an older name. ``force_accelerate_hooks`` brings the weights of a
-# submodule to the device before the forward uses them itself. A patched forward must do so too, so it gets the model's own
-# decorator. The wrapper for gradient checkpointing does nothing outside of training.
+# submodule to the device before the forward uses them itself. ``torch.no_grad()`` keeps no gradients. A patched forward must do
+# so too, so it gets the model's own decorator. The wrapper for gradient checkpointing does nothing outside of training.
 
 
 def undecorated(forward: Any) -> Any:
-    """Return a forward without the decorators of transformers that are known; ``forward`` itself if it has none."""
-    while _renames(forward):
+    """Return a forward without the decorators that are known; ``forward`` itself if it has none."""
+    while _is_known_wrapper(forward):
         forward = forward.__wrapped__
     return forward
 
 
 def decorated_alike(forward: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` under the decorators that :func:`undecorated` removes from ``forward``."""
-    if not _renames(forward):
+    if not _is_known_wrapper(forward):
         return function
     inner = decorated_alike(forward.__wrapped__, function)
     cells = tuple(CellType(inner) if _holds(cell, forward.__wrapped__) else cell for cell in forward.__closure__)
@@ -171,15 +171,34 @@ def is_known_decorator(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
             return any(scope.get(name) is known for known in (*_known_decorators(), *_documenting_decorators()))
         case ast.Name(id=name):
             return any(scope.get(name) is known for known in _documenting_decorators())
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="no_grad"), args=[], keywords=[]):
+            return scope.get(name) is torch
     return False
 
 
-def _renames(forward: Any) -> bool:
-    return (
-        isinstance(forward, FunctionType)
-        and forward.__code__ in _renaming_codes()
-        and any(_holds(cell, getattr(forward, "__wrapped__", None)) for cell in forward.__closure__ or ())
-    )
+def _is_known_wrapper(forward: Any) -> bool:
+    if not isinstance(forward, FunctionType):
+        return False
+    is_known = forward.__code__ in _renaming_codes() or _keeps_no_gradient(forward)
+    wrapped = getattr(forward, "__wrapped__", None)
+    return is_known and any(_holds(cell, wrapped) for cell in forward.__closure__ or ())
+
+
+def _keeps_no_gradient(forward: FunctionType) -> bool:
+    """Return True if a function is the wrapper that ``torch.no_grad()`` puts around another."""
+    if forward.__code__ != _code_without_gradients():
+        return False
+    contexts = [getattr(cell.cell_contents, "__self__", None) for cell in forward.__closure__ or ()]
+    return any(type(context) is torch.no_grad for context in contexts)
+
+
+@cache
+def _code_without_gradients() -> CodeType | None:
+    @torch.no_grad()
+    def nothing() -> None:
+        """Do nothing."""
+
+    return getattr(nothing, "__code__", None)
 
 
 def _holds(cell: CellType, value: Any) -> bool:
