@@ -102,6 +102,7 @@ class Kernelizer:
     def _pieces_now(self) -> ModelPieces:
         key = self._served
         if key not in self._pieces:
+            self.say("profiling the model as it is served now")  # takes half a minute or more
             self._pieces[key] = self.state.pieces()
         return self._pieces[key]
 

@@ -292,7 +292,7 @@ def _unmatched(workload: str | tuple[str, ...], definition: str | None) -> Usage
         of = f" of {definition}"
         there = f"sql \"SELECT axes_key, tags, uuid FROM workloads WHERE definition = '{definition}'\""
     return UsageError(
-        f"no workload{of} matches {workload!r}, which is a glob over tags, axes (M=1,*) and uuid. To see them: tilegym-db {there}",
+        f"no workload{of} matches {workload!r}, a glob over tags, axes (M=1,*) and uuid. To see them: tilegym-db {there}",
         code="workload_unmatched",
     )
 

@@ -623,7 +623,7 @@ def _code(source: str) -> str:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Gives each name that a function assigns to the place of its first assignment, as another spelling of the same would have."""
+    """Replaces each name that a function assigns by the place of its first assignment, so that spellings do not differ."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
