@@ -67,6 +67,8 @@ def test_after_an_author_that_crashed_another_one_is_asked(
     said: list[str] = []
     assert [one.decision for one in run("false", say=said.append)] == ["crash"]  # asked for once in one run
     assert any("row_scale, crash, another run asks again" in text for text in said)
+    assert said[0].startswith("profiling the model")
+    assert "attempt 1: the author ended with status 1, and said nothing" in said
     command, asked = author
     assert [one.decision for one in run(command)] == ["discard"]
     assert asked.read_text().split() == ["python"]

@@ -536,9 +536,8 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
             code="judge_changed",
         )
     if process.returncode != 0:
-        return (
-            f"the author ended with status {process.returncode}: {said.decode(errors='replace')[-MAX_OUTPUT:].strip()}"
-        )
+        words = said.decode(errors="replace")[-MAX_OUTPUT:].strip()
+        return f"the author ended with status {process.returncode}{f': {words}' if words else ', and said nothing'}"
     return None if any(folder.iterdir()) else "the author wrote no files"
 
 
