@@ -76,6 +76,18 @@ def test_after_an_author_that_crashed_another_one_is_asked(
     assert [one.decision for one in journaled(Experiment, home)] == ["crash", "discard"]
 
 
+def test_notes_of_an_author_are_no_part_of_its_submission(
+    run: Callable[..., list[Experiment]], author: tuple[str, Path], home: Path
+) -> None:
+    said: list[str] = []
+    script = Path(author[0])
+    script.write_text(script.read_text() + "pathlib.Path('notes.md').write_text('an idea')\n")
+    run(author[0], say=said.append)
+    assert "not part of the submission: notes.md" in said
+    (attempt,) = (one for one in journaled(Attempt, home) if one.verdict == "refused")
+    assert attempt.gate.startswith("scan")  # of the kernel, which imports socket
+
+
 def test_discard_in_one_language_leaves_the_others_to_ask_for(
     run: Callable[..., list[Experiment]], author: tuple[str, Path]
 ) -> None:
