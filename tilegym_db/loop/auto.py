@@ -541,8 +541,8 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
             code="judge_changed",
         )
     if process.returncode != 0:
-        words = said.decode(errors="replace")[-MAX_OUTPUT:].strip()
-        return f"the author ended with status {process.returncode}{f': {words}' if words else ', and said nothing'}"
+        last_words = said.decode(errors="replace")[-MAX_OUTPUT:].strip()
+        return f"the author ended with status {process.returncode}{f': {last_words}' if last_words else ', and said nothing'}"
     return None if any(folder.iterdir()) else "the author wrote no files"
 
 
