@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.errors import REQUIRED, RecordError, missing_package
+from tilegym_db.errors import REQUIRED, RecordError, did_you_mean, missing_package
 from tilegym_db.records import Trace
 
 ROOT = Path(__file__).parents[1]
@@ -62,3 +62,9 @@ def test_refused_record_keeps_nothing_of_its_callers() -> None:
     held = refuse()
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "rmsnorm", "rms-norm", "RMS_NORM"])
+def test_another_spelling_of_a_name_is_the_only_suggestion(name: str) -> None:
+    assert did_you_mean(name, ["gated_rms_norm", "rms_norm", "rms_norms"]) == " Did you mean 'rms_norm'?"
+    assert did_you_mean("rms_nrom", ["rms_norm"]) == " Did you mean 'rms_norm'?"

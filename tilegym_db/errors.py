@@ -164,11 +164,20 @@ def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'rms_norm'?`` with the nearest known names, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    """Return `` Did you mean 'rms_norm'?`` with the nearest known names, or an empty string.
+
+    A name that differs by case, underscores and dashes alone, such as ``RMSNorm``, is the only suggestion.
+    """
+    known = list(known)
+    close = [match for match in known if _letters(match) == _letters(name)]
+    close = close or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if not close:
         return ""
     return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
 
 
 ALLOCATION_FAILURES = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")

@@ -86,7 +86,9 @@ def test_a_valid_definition_lands_in_its_place_and_in_the_lock(cli, checkout, wr
     assert "tilegym-db check row_scale" in result.err
     lock = json.loads((checkout / "definitions" / "definitions.lock.json").read_text())
     assert list(lock["row_scale"]) == ["1.0.0"]
-    assert cli("add-definition", path).code == 0
+    again = cli("add-definition", path)
+    assert (again.code, again.out) == (0, f"{path}\n")
+    assert "has this already" in again.err
 
 
 def test_same_version_with_other_words_is_a_conflict(cli, row_scale, write_json, definition_record):

@@ -39,6 +39,13 @@ def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert cli("fit", tmp_path / "config.json", "--gpu", "cpu").code == 130
 
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "fit_config", stop)
+    stopped = cli("fit", tmp_path / "config.json", "--gpu", "cpu")
+    assert (stopped.code, stopped.err.splitlines()[-1].split(":")[0]) == (130, "interrupted")
+
 
 @pytest.mark.parametrize(
     "traces",

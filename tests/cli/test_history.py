@@ -37,6 +37,16 @@ def test_history_of_less_than_two_passes_says_what_next(
     assert next_step in result.err.split("\n")[-2]
 
 
+def test_passes_of_two_configs_do_not_look_alike(
+    cli: Callable[..., Any], journal_traces: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    journal_traces(10.0, 9.0, config={"BLOCK": 16})
+    journal_traces(10.0, 9.0, 8.0, config={"BLOCK": 32})
+    shown = cli("show", "row_scale_stock", "--history").out
+    assert (shown.count("BLOCK=16"), shown.count("BLOCK=32")) == (2, 3)
+
+
 def test_history_of_an_unknown_name_is_refused(cli: Callable[..., Any], row_scale: Any) -> None:
     result = cli("show", "row_scael_stock", "--history")
     assert (result.code, result.cause) == (2, "name_unknown")

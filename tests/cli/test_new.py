@@ -328,6 +328,16 @@ def test_a_draft_of_an_operator_is_added_once_it_is_finished(cli, tmp_path, monk
     copied = cli("add-definition", folder)
     assert (copied.code, copied.cause) == (1, "independent_copied")
     assert "independent" in cli("check", folder).err + cli("check", folder).out
+    renamed = (
+        (folder / "reference.py")
+        .read_text()
+        .replace("wide", "y")
+        .replace("out =", "z =")
+        .replace("return out", "return z")
+    )
+    (folder / "independent.py").write_text(renamed)
+    copied = cli("add-definition", folder)
+    assert (copied.code, copied.cause) == (1, "independent_copied")
 
 
 def test_points_of_a_model_are_written_with_their_cost(cli, tmp_path, monkeypatch):

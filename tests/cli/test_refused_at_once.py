@@ -34,6 +34,15 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
     assert "'rms_norm" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["bench", "verify", "tune"])
+def test_a_glob_without_match_is_refused_before_pytorch_loads(command, home):
+    words = [sys.executable, "-c", PROGRAM, command, "rms_norm_triton", "--workload", "M=4,N=5", "--gpu", "cpu"]
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert "definition = 'rms_norm'" in result.stderr
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "words",

@@ -139,6 +139,15 @@ def test_prompt_answers_each_statement_also_after_an_error(home, capsys):
     assert "error: no such view" in capsys.readouterr().err
 
 
+def test_commands_of_other_prompts_mean_their_sql(capsys):
+    asked = []
+    ask_for_statements(
+        asked.append, list, lines_of(".help", ".tables", "\\d best", ".schema peaks;", ".SCHEMA", "\\q", "no;")
+    )
+    assert asked == ["SHOW TABLES", "DESCRIBE best", "DESCRIBE peaks", "DESCRIBE"]
+    assert capsys.readouterr().err.count("Ctrl-D ends") == 2
+
+
 def test_prompt_completes_views_and_columns_in_any_case():
     complete = completer_of(lambda: names_of([("best", "latency_us", "DOUBLE"), ("best", "layouts", "MAP")]))
     assert [complete("LA", state) for state in range(3)] == ["latency_us", "layouts", None]

@@ -27,6 +27,11 @@ def test_path_of_a_user_ends_as_expected(user: str, tmp_path: Path) -> None:
         ("added. Next: tilegym-db dev 'a b/', then: tilegym-db list", ["tilegym-db dev 'a b/'", "tilegym-db list"]),
         ("Next: tilegym-db task prompt 1 > prompt.md", ["tilegym-db task prompt 1 > prompt.md"]),
         ("Why the first: tilegym-db explain a --axes M=1\n", ["tilegym-db explain a --axes M=1"]),
+        (
+            "To reproduce it: tilegym-db debug reproduce a --layout 'x=strided(1, 1)' --gpu cpu",
+            ["tilegym-db debug reproduce a --layout 'x=strided(1, 1)' --gpu cpu"],
+        ),
+        ("(Next: tilegym-db list)", ["tilegym-db list"]),
         ("a table of tilegym-db", []),
     ],
 )

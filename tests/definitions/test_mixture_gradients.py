@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.records.case import Case
+from tilegym_db.records.workload import Case
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import Lifted, load_function, run_lifted

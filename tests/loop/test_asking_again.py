@@ -67,11 +67,25 @@ def test_after_an_author_that_crashed_another_one_is_asked(
     said: list[str] = []
     assert [one.decision for one in run("false", say=said.append)] == ["crash"]  # asked for once in one run
     assert any("row_scale, crash, another run asks again" in text for text in said)
+    assert said[0].startswith("profiling the model")
+    assert "attempt 1: the author ended with status 1, and said nothing" in said
     command, asked = author
     assert [one.decision for one in run(command)] == ["discard"]
     assert asked.read_text().split() == ["python"]
     assert run(command) == []
     assert [one.decision for one in journaled(Experiment, home)] == ["crash", "discard"]
+
+
+def test_notes_of_an_author_are_no_part_of_its_submission(
+    run: Callable[..., list[Experiment]], author: tuple[str, Path], home: Path
+) -> None:
+    said: list[str] = []
+    script = Path(author[0])
+    script.write_text(script.read_text() + "pathlib.Path('notes.md').write_text('an idea')\n")
+    run(author[0], say=said.append)
+    assert "not part of the submission: notes.md" in said
+    (attempt,) = (one for one in journaled(Attempt, home) if one.verdict == "refused")
+    assert attempt.gate.startswith("scan")  # of the kernel, which imports socket
 
 
 def test_discard_in_one_language_leaves_the_others_to_ask_for(

@@ -160,6 +160,18 @@ def test_every_culprit_is_named_and_unknown_keys_come_first(workload_record):
     assert len(raised.value.problems) == 7
 
 
+def test_refused_item_does_not_shorten_its_list(definition_record):
+    record = definition_record()
+    planted = {"find": "x", "replace": "-x", "why": "the sign is lost"}
+    test = {"independent": "def run(x): ...", "planted_errors": [planted, {**planted, "why": "a"}, planted]}
+    with raises(RecordError, "value_invalid", "planted_errors.1.why") as raised:
+        Definition.from_dict({**record, "self_test": test})
+    assert isinstance(raised.value, RecordError)
+    assert "list_too_short" not in raised.value.codes
+    with raises(RecordError, "list_too_short", "planted_errors"):
+        Definition.from_dict({**record, "self_test": {**test, "planted_errors": [planted]}})
+
+
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [

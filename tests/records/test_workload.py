@@ -158,6 +158,12 @@ def test_an_unknown_gpu_or_target_lists_the_known_ones():
         normalise_target("sm_70")
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "GPU:1"])
+def test_device_of_pytorch_is_refused_with_what_to_ask_for(name):
+    with raises(HardwareError, "gpu_unknown", "is auto", repr(name)):
+        parse_gpu(name)
+
+
 @pytest.mark.parametrize("name", ["gfx942", "MI300X", "Radeon RX 7900"])
 def test_gpu_of_amd_is_refused_with_what_works_there(name):
     with raises(HardwareError, "gpu_unknown", "--gpu cpu", repr(name)):

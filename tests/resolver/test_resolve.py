@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from raising import raises
@@ -41,8 +42,18 @@ def test_dtypes_of_torch_are_taken_and_short_names_explained(shop: Any, publish_
     publish_kernel()
     asked = {"axes": {"M": 4, "N": 8}, "gpu": "cpu", "catalog": shop.catalog}
     assert resolve("scale_rows", dtypes={"T": torch.float32}, **asked).solution.name == "scale_rows_kernel"
-    with raises(UsageError, "dtype_not_allowed", "Did you mean 'float32'"):
+    with raises(UsageError, "dtype_not_allowed", "Did you mean 'float32'?"):
         resolve("scale_rows", dtypes={"T": "fp32"}, **asked)
+
+
+def test_sizes_of_numpy_are_taken(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    sizes = {"M": numpy.int64(4), "N": numpy.uint8(8)}
+    resolved = resolve("scale_rows", axes=sizes, gpu="cpu", catalog=shop.catalog, **FLOAT32)
+    assert resolved.solution.name == "scale_rows_kernel"
+    for wrong in (numpy.float32(4), True, "4"):
+        with raises(UsageError, "axis_size_invalid"):
+            resolve("scale_rows", axes={"M": wrong, "N": 8}, gpu="cpu", catalog=shop.catalog, **FLOAT32)
 
 
 def test_where_nothing_is_verified_the_stock_solution_runs(shop: Any, stock: Any) -> None:
@@ -83,6 +94,7 @@ def test_training_resolves_to_stock(shop: Any, publish_kernel: Callable[..., Non
         ("scale_rows", {"gpu": "h2000"}, HardwareError, "'h2000'"),
         ("scale_rows", {"like": (torch.ones(1),)}, UsageError, "like="),
         ("scale_rows", {"axes": None, "dtypes": None, "like": (1, 2, 3)}, UsageError, "'x' of scale_rows"),
+        ("scale_rows", {"axes": None, "dtypes": None, "like": {"x": 1}}, UsageError, "(x, weight, eps), not dict"),
         (None, {}, UsageError, "NoneType"),
     ],
 )

@@ -243,8 +243,11 @@ def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch
     creator.join()
 
 
-def test_a_writer_waits_its_turn_and_says_for_whom(opened):
-    with opened(), raises(StoreError, "store_locked", "this process"), opened():
+@pytest.mark.parametrize("first", [True, False])
+def test_a_store_that_is_open_here_is_to_be_closed(first, opened):
+    with opened():
+        pass
+    with opened(read_only=first), raises(StoreError, "store_open_here", "store.close()"), opened(read_only=False):
         pass
     with opened():
         pass

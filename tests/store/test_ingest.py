@@ -406,7 +406,7 @@ def test_a_database_of_another_program_is_left_alone(opened, home, catalog):
 
 def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, catalog):
     with opened() as store:
-        with raises(StoreError, "store_locked", "tilegym.duckdb"):
+        with raises(StoreError, "store_open_here", "tilegym.duckdb"):
             rebuild(home, catalog=catalog, lock_timeout_s=0.1)
         with store.transaction("age") as connection:
             connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")

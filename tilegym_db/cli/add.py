@@ -35,16 +35,16 @@ def add_definition_command(
         print_line(str(added.paths[0]))
     if not added.reference_ran:
         note("the reference was not run: torch is not installed (pip install 'tilegym-db[torch]').")
+    is_known = added.outcome == "known"
+    done = f"{'the catalog has this already:' if is_known else 'added'} definition '{record.name}' {record.version}"
     if not added.workloads and not added.known_workloads:
         note(
-            f"added definition '{record.name}' {record.version}. Next: give it sizes, at least one tagged 'tiny' "
+            f"{done}. Next: give it sizes, at least one tagged 'tiny' "
             f"(tilegym-db add-workload FILE.jsonl), then: tilegym-db check {record.name}"
         )
         return
-    note(
-        f"added definition '{record.name}' {record.version} and {len(added.workloads)} workloads. "
-        f"Next: tilegym-db new solution {record.name} --stock"
-    )
+    sizes = "its" if is_known else len(added.workloads)
+    note(f"{done} and {sizes} workloads. Next: tilegym-db new solution {record.name} --stock")
 
 
 # ---- Solutions ----------------------------------------------------------------------------------------

@@ -59,18 +59,31 @@ TraceLines = Annotated[bool, typer.Option("--json", help="Print the traces as JS
 
 @contextmanager
 def progress_of(
-    names: list[str] | None, gpu: str, gpus: str | None, executor: str | None, *, as_json: bool, drafts: bool = False
+    names: list[str] | None,
+    gpu: str,
+    gpus: str | None,
+    executor: str | None,
+    workload: str | None,
+    *,
+    as_json: bool,
+    drafts: bool = False,
 ) -> Iterator[tuple[Devices, Progress]]:
-    """Refuse absent GPUs and unknown names before the slow imports, then show progress on stderr during the block.
+    """Refuse absent GPUs, unknown names and a glob without a match before the slow imports; then show progress on stderr.
 
     With ``drafts``, a name may be the path of a Solution.
 
     Yields the devices that the options name, and the progress.
     """
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.reader import is_place
     from tilegym_db.measurement.machine import begin_workers, devices_of_options
+    from tilegym_db.measurement.plan import refuse_unmatched
 
     devices = devices_of_options(gpu, gpus, executor)
-    refuse_unknown_names(names or (), drafts=drafts)
+    catalog = Catalog.default()
+    refuse_unknown_names(names or (), catalog, drafts=drafts)
+    if not any(is_place(name, catalog) for name in names or ()):
+        refuse_unmatched(names or (), workload, catalog)
     begin_workers(devices)
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
@@ -110,7 +123,7 @@ def bench_command(
     operator of a .py file.
     """
     _refuse_times(times)
-    with progress_of(names, gpu, gpus, executor, as_json=as_json, drafts=True) as (devices, progress):
+    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json, drafts=True) as (devices, progress):
         from tilegym_db.measurement.benchmark import bench
 
         report = bench(
@@ -149,7 +162,7 @@ def verify_command(
     clock confirms.
     """
     _refuse_times(times)
-    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json) as (devices, progress):
         from tilegym_db.measurement.benchmark import verify
 
         report = verify(
@@ -325,7 +338,7 @@ def tune_command(
     The search covers the tunables that a solution declares. Nothing is tuned at run time. Interrupt it at any time: rejected
     configs are not tried again. Exit status 1 if a declared config gives a wrong result.
     """
-    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json) as (devices, progress):
         from tilegym_db.measurement.tune.tune import tune
 
         report = tune(
@@ -421,7 +434,7 @@ def regress_command(
     Exit status 1 if a new version is slower by more than noise, or fails although the old one passes. Exit status 4 if a
     control, one source timed against itself, shows that the times are not reliable. Nothing is stored.
     """
-    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json) as (devices, progress):
         from tilegym_db.measurement.regress import regress
 
         report = regress(
@@ -503,7 +516,8 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()  # of a bar that was not started, it would print an empty line
 
     def observer(self) -> Observer:
         """Return callbacks for :func:`tilegym_db.measurement.benchmark.bench`."""

@@ -85,8 +85,12 @@ def fit_command(
     from tilegym_db.loop.fit import FitOptions, fit_config
 
     options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock, require)
-    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = fit_config(config, devices, options, progress.observer(), progress.round_done)
+    try:
+        with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+            report = fit_config(config, devices, options, progress.observer(), progress.round_done)
+    except KeyboardInterrupt:  # while the model is built or timed; the measurements end with a report
+        note("interrupted: every measurement so far is kept. The same command continues")
+        raise
     if as_json:
         print_json(content_of(report))
     else:

@@ -266,7 +266,7 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
         cells = [_pass_cells(row) for rows in repeated for row in rows]
         dropped_first = ("tier", "ci_low_us", "ci_high_us", "dtypes", "config", "gpu")
         kept = ("change", "latency_us", "timestamp")
-        print_table(HISTORY_COLUMNS, cells, wide=form.wide, least=dropped_first, most=kept)
+        print_table(HISTORY_COLUMNS, cells, wide=form.wide, least=dropped_first, most=kept, key=IDENTITY)
         if spark_wanted(spark):
             lines = [{**rows[0], "latencies_us": [row["latency_us"] for row in rows]} for rows in repeated]
             print_by_size(lines, "{solution} on {gpu}, {axes_key} {dtypes_key}", "in {} passes")
@@ -283,6 +283,8 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
         note(f"{there}: tilegym-db bench {name} --force, which times what is done again")
 
 
+IDENTITY = ("solution", "gpu", "dtypes", "axes", "config", "tier")
+"""The columns that state which passes are compared with each other."""
 HISTORY_KEY = (
     "solution", "gpu", "dtypes_key", "axes_key", "scalars_key", "layouts_key", "blobs_key", "config_key", "tier",
 )  # fmt: skip

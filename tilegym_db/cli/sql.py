@@ -171,7 +171,11 @@ WORDS = (
     "min",
     "max",
 )
-_LEAVES = frozenset({"exit", "quit", ".exit", ".quit"})
+_LEAVES = frozenset({"exit", "quit", ".exit", ".quit", ".q", "\\q"})
+_HELP = frozenset({"help", ".help", "?", "\\?"})
+_OF_OTHER_PROMPTS = {".tables": "SHOW TABLES", "\\d": "SHOW TABLES", "\\dt": "SHOW TABLES", ".schema": "DESCRIBE"}
+"""What people type at the prompts of sqlite3, duckdb and psql, and its SQL."""
+_GREETING = "One SELECT, then ; or an empty line. Tab completes names, Ctrl-D ends. SHOW TABLES; DESCRIBE best; .help"
 
 
 def ask_for_statements(
@@ -184,7 +188,7 @@ def ask_for_statements(
         words: gives the names to complete.
         read: returns one line after a prompt; raises EOFError at the end.
     """
-    note("One SELECT, then ; or an empty line. Tab completes names, Ctrl-D ends. The views: SHOW TABLES;")
+    note(_GREETING)
     with _line_editing(words):
         for statement in _statements(read):
             try:
@@ -207,8 +211,15 @@ def _statements(read: Callable[[str], str]) -> Iterator[str]:
         except EOFError:
             note("")
             return
-        if not lines and line.strip().rstrip(";").lower() in _LEAVES:
+        word, _, rest = line.strip().rstrip(";").partition(" ")
+        if not lines and word.lower() in _LEAVES:
             return
+        if not lines and word.lower() in _HELP:
+            note(_GREETING)
+            continue
+        if not lines and word.lower() in _OF_OTHER_PROMPTS:
+            yield f"{'DESCRIBE' if rest else _OF_OTHER_PROMPTS[word.lower()]} {rest}".strip()
+            continue
         if line.strip():
             lines.append(line)
         if lines and (not line.strip() or line.rstrip().endswith(";")):

@@ -44,6 +44,7 @@ Language = Annotated[
 TaskGpu = Annotated[
     str, typer.Option(help="h100, h200, cpu, ..., or auto for what is here.", autocompletion=complete_gpu)
 ]
+ELSEWHERE = "run this on a machine with a GPU"
 
 
 @app.command("create")
@@ -67,7 +68,7 @@ def create(
         print_json(task.model_dump(mode="json"))
     else:
         print_line(task.id)
-    if why := unverifiable(task.language, task.gpu):
+    if why := unverifiable(task.language, task.gpu, "name a GPU with --gpu"):
         note(why)
     count = len(task.workloads)
     note(
@@ -97,7 +98,7 @@ def from_model(
     found = tasks_from_model(
         config, language=language, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, drafts=drafts
     )
-    if found.time_of == "cpu" and (why := unverifiable(language, "cpu")):
+    if found.time_of == "cpu" and (why := unverifiable(language, "cpu", ELSEWHERE)):
         note(why)
     rows = [piece.to_dict() for piece in found.pieces]
     if as_json:
@@ -273,7 +274,7 @@ def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
 
     refuse_absent_gpu(gpu)
     machine = select_machine(gpu)
-    if why := unverifiable(language, machine.gpu):
+    if why := unverifiable(language, machine.gpu, ELSEWHERE):
         note(why)
     return machine
 

@@ -34,7 +34,7 @@ from tilegym_db.loop.from_model import (
     why_no_task,
     why_stop,
 )
-from tilegym_db.loop.submit import submit, withdraw
+from tilegym_db.loop.submit import DELIVERABLE, other_files, submit, withdraw
 from tilegym_db.loop.tasks import create_task, discarded, last_attempt, prompt_of, verdicts
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
@@ -102,6 +102,7 @@ class Kernelizer:
     def _pieces_now(self) -> ModelPieces:
         key = self._served
         if key not in self._pieces:
+            self.say("profiling the model as it is served now")  # takes half a minute or more
             self._pieces[key] = self.state.pieces()
         return self._pieces[key]
 
@@ -262,7 +263,12 @@ class Kernelizer:
     def _judged(self, task: Task, folder: Path) -> Attempt:
         """Return the verdict on the folder's kernel, or the one of a ``task submit`` made while the loop waited."""
         known = last_attempt(task, self.home) if (folder / SUBMITTED).is_file() else None
-        return known or submit(task, folder, home=self.home, root=self.home / "catalog")
+        if known is not None:
+            return known
+        submission, left_out = delivered(folder)
+        if left_out:
+            self.say(f"not part of the submission: {', '.join(left_out)}")
+        return submit(task, submission, home=self.home, root=self.home / "catalog")
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 
@@ -535,10 +541,20 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
             code="judge_changed",
         )
     if process.returncode != 0:
-        return (
-            f"the author ended with status {process.returncode}: {said.decode(errors='replace')[-MAX_OUTPUT:].strip()}"
-        )
+        last_words = said.decode(errors="replace")[-MAX_OUTPUT:].strip()
+        return f"the author ended with status {process.returncode}{f': {last_words}' if last_words else ', and said nothing'}"
     return None if any(folder.iterdir()) else "the author wrote no files"
+
+
+def delivered(folder: Path) -> tuple[Path, list[str]]:
+    """Copy the files of a submission out of an author's working directory, and name the other ones, such as its notes."""
+    submission = folder / ".submission"
+    shutil.rmtree(submission, ignore_errors=True)  # of a loop that was killed
+    submission.mkdir()
+    for name in DELIVERABLE:
+        if (folder / name).is_file() and not (folder / name).is_symlink():
+            shutil.copyfile(folder / name, submission / name)
+    return submission, other_files(folder)
 
 
 def wait_for_author(

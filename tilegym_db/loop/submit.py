@@ -324,7 +324,7 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
         raise UsageError(
             f"{folder} is not a folder. Give a folder with {' and '.join(DELIVERABLE)}.", code="folder_missing"
         )
-    others = _others(folder)
+    others = other_files(folder)
     if others:
         named = ", ".join(others[:MAX_LISTED]) + (
             f" and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
@@ -382,7 +382,7 @@ def _excluded(task: Task, record: Solution, definition: Definition) -> str:
     return ""
 
 
-def _others(folder: Path) -> list[str]:
+def other_files(folder: Path) -> list[str]:
     """Return the names of files that do not belong to a submission.
 
     Hidden files and compiled Python are ignored, because tools create them and nothing reads them.
@@ -404,7 +404,7 @@ def scan_refusal(files: SolutionFiles) -> AttemptRefusal | None:
 
 def folder_digest(folder: Path) -> str:
     """Return the digest of a folder without a valid Solution, from its file names and the bytes of the two files."""
-    parts = [name.encode() for name in _others(folder)]
+    parts = [name.encode() for name in other_files(folder)]
     for name in DELIVERABLE:
         try:
             parts.append(hashlib.sha256(read_bytes(folder / name, "file")).digest())

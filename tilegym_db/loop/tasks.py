@@ -127,13 +127,13 @@ def _kept(task: Task, home: Path) -> Task:
     return known or task
 
 
-def unverifiable(language: str, gpu: str) -> str:
-    """Return why no kernel for this language and GPU can be verified; empty if one can."""
+def unverifiable(language: str, gpu: str, instead: str) -> str:
+    """Return why no kernel for this language and GPU can be verified, and what to do in its place; empty if one can."""
     if gpu != CPU or language not in TILE_LANGUAGES:
         return ""
     return (
         f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so none gets an award here. "
-        "Ask for --language python, or name a GPU with --gpu"
+        f"Ask for --language python, or {instead}"
     )
 
 

@@ -273,12 +273,33 @@ def current_best_alone(
     return {key: found if key[0] in whole else found[:1] for key, found in likely_fastest.items()}
 
 
+def refuse_unmatched(names: Collection[str], workload: str | None, catalog: Catalog) -> None:
+    """Raise :class:`UsageError` if no Workload of these Definitions and Solutions matches the glob.
+
+    It reads records alone, so a mistake in the glob is reported before PyTorch is loaded.
+    """
+    if workload is None or not names:
+        return
+    solutions = catalog.solutions_among([name for name in names if name not in catalog.definition_paths])
+    definitions = [solutions[name].record.definition if name in solutions else name for name in names]
+    if not any(_matches(found, workload) for name in definitions for found in catalog.workloads_for(name)):
+        raise _unmatched(workload, definitions[0])
+
+
+def _unmatched(workload: str | tuple[str, ...], definition: str | None) -> UsageError:
+    of, there = "", "list --workloads"
+    if definition is not None:
+        of = f" of {definition}"
+        there = f"sql \"SELECT axes_key, tags, uuid FROM workloads WHERE definition = '{definition}'\""
+    return UsageError(
+        f"no workload{of} matches {workload!r}, a glob over tags, axes (M=1,*) and uuid. To see them: tilegym-db {there}",
+        code="workload_unmatched",
+    )
+
+
 def _require_something(plan: Plan, options: Options, matched: bool) -> None:
     if options.workload is not None and not matched:
-        raise UsageError(
-            f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.",
-            code="workload_unmatched",
-        )
+        raise _unmatched(options.workload, None)
     if not plan.definitions and not plan.skipped:
         raise UsageError(
             "nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions",

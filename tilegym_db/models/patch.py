@@ -38,7 +38,7 @@ from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.products import Operators, Products
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
+from tilegym_db.models.random_model import build_model, check_dtype, check_run_fits, load_config
 from tilegym_db.models.report import PatchReport
 from tilegym_db.models.write_site import PROVED_EAGERLY, write_site
 from tilegym_db.paths import DISABLED, home, is_disabled
@@ -788,7 +788,7 @@ def verify_model(
     Args:
         path: config file, or folder with a ``config.json``.
         device: the device as torch names it.
-        dtype: one of :data:`DTYPES`.
+        dtype: one of :data:`~tilegym_db.models.random_model.DTYPES`.
         batch: number of sequences.
         prompt: random tokens per sequence; two steps of decoding follow.
         layers: keep only this many of the first layers.
@@ -796,8 +796,7 @@ def verify_model(
     Raises:
         UsageError: the config, the dtype or a size has no valid value.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.", code="dtype_unknown")
+    check_dtype(dtype)
     if batch < 1 or prompt < 1:
         raise UsageError(f"batch and prompt must be at least 1, not {batch} and {prompt}.", code="counts_invalid")
     config = load_config(path, layers)

@@ -13,6 +13,7 @@ import torch
 
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
 from tilegym_db.models.capture import forward_arguments, text_configs, with_few_layers
+from tilegym_db.records.dtypes import SHORT_NAMES
 from tilegym_db.records.text import shown
 from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 
@@ -20,6 +21,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 SEED = 0
 VECTOR_NOISE = 0.1
 """Standard deviation of the noise on vectors that are initialised with one value, for example weights of norms."""
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise :class:`UsageError` if a model cannot be built in a dtype."""
+    if dtype not in DTYPES:
+        hint = did_you_mean(SHORT_NAMES.get(str(dtype), str(dtype).removeprefix("torch.")), DTYPES)
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.{hint}", code="dtype_unknown")
 
 
 def load_config(path: Path, layers: int | None = None) -> Any:

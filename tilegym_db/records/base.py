@@ -132,7 +132,11 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[tupl
 
     Unknown keys come first, because they are often typing mistakes that explain the other problems.
     """
-    items = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    found = error.errors(include_url=False)
+    # A list whose items are refused is counted without them; its length is then a consequence of what is reported already.
+    faulty = {item["loc"][:size] for item in found for size in range(len(item["loc"]))}
+    items = [item for item in found if item["type"] != "too_short" or item["loc"] not in faulty]
+    items.sort(key=lambda item: item["type"] != "extra_forbidden")
     parts = []
     known_told = False
     for item in items[:MAX_CULPRITS]:

@@ -602,7 +602,7 @@ def check_self_test(test: SelfTest | None, reference: str, inputs: Collection[st
 
 
 def copied_formulation(reference: str, test: SelfTest | None) -> RecordError | None:
-    """Return the error if the formulation differs from the reference only by comments, docstrings and spacing.
+    """Return the error if the formulation differs from the reference only by comments, docstrings, spacing and names.
 
     A new draft has the reference in both places.
     """
@@ -619,7 +619,31 @@ def _code(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef) and node.body and _is_text(node.body[0]):
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return ast.dump(_Renamed().visit(tree))
+
+
+class _Renamed(ast.NodeTransformer):
+    """Replaces each name that a function assigns by the place of its first assignment, so that spellings do not differ."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Number the names of a function; those of its arguments stay."""
+        assigned = (
+            part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        )
+        given = {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+        outside = self.names
+        names = [name for name in dict.fromkeys(assigned) if name not in given and name not in outside]
+        self.names = outside | {name: f"_{len(outside) + number}" for number, name in enumerate(names)}
+        renamed = self.generic_visit(node)
+        self.names = outside
+        return renamed
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Rename a use of such a name."""
+        return ast.Name(self.names.get(node.id, node.id), node.ctx)
 
 
 def _is_text(node: ast.stmt) -> bool:

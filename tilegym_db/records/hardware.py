@@ -236,6 +236,12 @@ def parse_gpu(text: str, known: Iterable[str] = ()) -> str:
             f"unknown GPU {text!r}: GPUs are recognised by NVIDIA's driver, and AMD's are not. Use --gpu cpu on their hosts.",
             code="gpu_unknown",
         )
+    if re.fullmatch(r"(cuda|gpu)(:\d+)?", name):
+        raise HardwareError(
+            f"unknown GPU {text!r}, which names a device of PyTorch. The GPU of this machine is auto; a kind of GPU has a name "
+            "such as h200.",
+            code="gpu_unknown",
+        )
     raise HardwareError(
         f"unknown GPU {text!r}.{did_you_mean(name, listed)} Known: {', '.join(listed)}, auto. A GPU that has traces here, or "
         "a name as the driver states it, is known too.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
@@ -202,13 +204,20 @@ def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, 
         for name, values in given.items():
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
         parts: dict[str, dict[str, Any]] = {name: dict(values or {}) for name, values in given.items()}
+        parts["axes"] = {name: _size(value) for name, value in parts["axes"].items()}
         parts["dtypes"] = {name: str(value).removeprefix("torch.") for name, value in parts["dtypes"].items()}
         return Call(record.name, **parts)
     if any(given.values()):
         raise UsageError(
             "give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.", code="options_clash"
         )
+    check_kind(like, Sequence, f"like is the arguments of a call in order: ({', '.join(record.inputs)})")
     return bind_call(record, like)
+
+
+def _size(value: Any) -> Any:
+    """Return a whole number of another library, such as NumPy's, as Python's; other values as they are."""
+    return operator.index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _record(definition: str | Definition, catalog: Catalog) -> Definition:

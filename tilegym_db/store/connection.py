@@ -103,7 +103,7 @@ _TROUBLES = (  # the first that matches counts
         code="store_locked",
     ),
     _Trouble(
-        "{path} is locked: this process has it open already. Close that store first.",
+        "{path} is locked: this process has it open already. Close that store first, with store.close().",
         ("Unique file handle conflict", "different configuration"),
         code="store_open_here",
     ),
@@ -401,7 +401,17 @@ def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
     """
     path = _lock_file(database)
     consequence = "Measurements are not lost, they stay in the journals."
-    with hold_lock(path, database, max(timeout_s, 0.0), consequence):
+    with ExitStack() as held:
+        try:
+            held.enter_context(hold_lock(path, database, max(timeout_s, 0.0), consequence))
+        except StoreError as error:
+            if error.code == "store_locked" and lock_holder(path) == os.getpid():  # mostly a cell that runs again
+                raise StoreError(
+                    f"{database} is locked: this process has it open already, to write. Close that store first, with "
+                    "store.close().",
+                    code="store_open_here",
+                ) from None
+            raise
         yield
 
 

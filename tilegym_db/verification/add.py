@@ -53,7 +53,7 @@ class Added:
     scan_notes: tuple[str, ...] = ()
     """Remarks of the static scan about a Solution, which are no errors."""
     outcome: Literal["added", "replaced", "known"] = "added"
-    """``known`` if the catalog had a Solution with the same record and bytes; nothing was written then."""
+    """``known`` if the catalog had the same record, with all Workloads or the bytes of all sources; nothing was written then."""
     reference_ran: bool = False
     """True if the reference of a Definition was run once; without PyTorch it is not."""
 
@@ -171,11 +171,13 @@ def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     sizes = path / WORKLOADS_FILE
     workloads = read_workloads(sizes, catalog, record) if sizes.is_file() else []
     check_blobs(workloads, path)  # before anything is added
+    is_known = record.name in catalog.definition_paths and catalog.definition(record.name) == record
     target = catalog.add_definition(record)
-    if not workloads:
-        return Added(record, paths=(target,), reference_ran=has_torch)
-    added = _appended(workloads, path, catalog.reread(catalog.write_root))
-    return dataclasses.replace(added, definition=record, paths=(target, *added.paths), reference_ran=has_torch)
+    added = _appended(workloads, path, catalog.reread(catalog.write_root)) if workloads else Added()
+    outcome: Literal["added", "known"] = "known" if is_known and not added.workloads else "added"
+    return dataclasses.replace(
+        added, definition=record, paths=(target, *added.paths), outcome=outcome, reference_ran=has_torch
+    )
 
 
 # ---- Solutions ------------------------------------------------------------------------------------------

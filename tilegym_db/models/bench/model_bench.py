@@ -35,7 +35,7 @@ from tilegym_db.models.capture import ModelInputs, text_configs, typical_inputs
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.patch import model_tag, patched
-from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, config_content, load_config
+from tilegym_db.models.random_model import build_model, check_dtype, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
 from tilegym_db.published.entries import Requirement
 from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
@@ -48,7 +48,7 @@ class ModelBenchOptions:
     """The generation to time, and the execution modes in addition to stock and patched."""
 
     dtype: str = "bfloat16"
-    """One of :data:`DTYPES`."""
+    """One of :data:`~tilegym_db.models.random_model.DTYPES`."""
     batch: int = 1
     """Number of sequences."""
     prompt: int = 512
@@ -78,8 +78,7 @@ class ModelBenchOptions:
 
     def check(self) -> None:
         """Raise :class:`UsageError` if an option has no valid value."""
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.", code="dtype_unknown")
+        check_dtype(self.dtype)
         if min(self.batch, self.prompt, self.rounds) < 1 or self.new < 0:
             given = f"{self.batch}, {self.prompt}, {self.rounds}, {self.new}"
             raise UsageError(
