@@ -35,6 +35,7 @@ def test_each_call_of_a_step_has_an_answer_and_a_time(training_sites: ModuleType
         "layer_norm": 25,
         "gelu": 12,
         "add_layer_norm": 12,
+        "attention_bidirectional": 12,
     }  # twelve layers, and a norm after them
     assert all(text for _, text in step.asked)
     shares = [step.share(definition) for definition in ("layer_norm", "gelu")]
@@ -47,7 +48,8 @@ def test_a_gpu_without_a_table_serves_nothing(training_sites: ModuleType) -> Non
     step = training_sites.step_of("vit-base", "b200", CATALOG)
     assert training_sites.SERVED not in {text for _, text in step.asked}
     missing = {one.definition for one in step.missing}
-    assert missing == {"layer_norm_backward", "gelu_backward", "add_layer_norm_backward"}
+    backwards = ("layer_norm", "gelu", "add_layer_norm", "attention_bidirectional")
+    assert missing == {f"{name}_backward" for name in backwards}
     ((first, share, places), *_) = training_sites.missing_shares({"vit-base": step})
     assert (first, places) == ("gelu", ["vit-base"])
     assert share == pytest.approx(step.share("gelu"))
