@@ -6,6 +6,8 @@ Without a GPU a graph is a forward that runs again, with its results in the memo
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ from decoding_models import CONFIGS, made, prompt
 from host_graphs import NoWaiting, capturing
 
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.forward_graphs import (
     EAGER_RUNS,
     IN_USE,
@@ -189,6 +192,91 @@ def test_a_changed_model_is_never_answered_by_an_old_graph(change):
         else:
             dense.weight.mul_(2)
     assert same(model(ids(9)), stock(ids(9)))
+
+
+def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
+    """Give a model the forward ``forward(model, stock forward, inputs)``."""
+    stock = type(model)
+    members = {"forward": lambda self, **inputs: forward(self, functools.partial(stock.forward, self), inputs)}
+    model.__class__ = type(stock.__name__, (stock,), members)
+    return model
+
+
+def _transpose(model: Any) -> None:
+    weight = model.encoder.layer[0].attention.self.query.weight
+    weight.data = weight.data.t()
+
+
+def _replace_scale(model: Any) -> None:
+    model.scale = torch.full((), 2.0)
+
+
+def _replace_scales(model: Any) -> None:
+    model.scales["all"] = torch.full((), 2.0)
+
+
+def _change_own_config(model: Any) -> None:
+    model.pooler.config.chunk_size_feed_forward = 5
+
+
+@pytest.mark.parametrize("change", [_transpose, _replace_scale, _replace_scales, _change_own_config])
+def test_changes_that_keep_the_addresses_end_the_graph(change):
+    model = encoder()
+    model.scale, model.scales = torch.ones(()), {"all": torch.ones(())}
+    model.pooler.config = copy.deepcopy(model.config)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    change(model)
+    model(ids(0))
+    assert graphs.report().replayed == 1
+
+
+def _counted(self: Any, forward: Any, inputs: Any) -> Any:
+    self.seen.add_(1)
+    return forward(**inputs)
+
+
+def _listed(self: Any, forward: Any, inputs: Any) -> Any:
+    self.calls.append(len(self.calls))
+    self.by_name["last"] = inputs["input_ids"]
+    return forward(**inputs)
+
+
+@pytest.mark.parametrize("forward", [_counted, _listed])
+def test_what_a_forward_leaves_is_that_of_stock(forward):
+    stock, model = (with_forward(encoder(), forward) for _ in range(2))
+    for one in (stock, model):
+        one.register_buffer("seen", torch.zeros(()))
+        one.calls, one.by_name = [], {}
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        for one in (stock, model):
+            one(input_ids=ids(seed))
+    assert torch.equal(model.seen, stock.seen)
+    assert model.calls == stock.calls
+    assert graphs.report().captured == 0
+
+
+def test_newer_names_of_precision_are_settings_of_a_form():
+    model = encoder()
+    graphs = in_graphs(model)
+    matmul = torch.backends.cuda.matmul
+    try:
+        for precision in ("tf32", "ieee"):
+            matmul.fp32_precision = precision
+            model(ids(0))
+    finally:
+        matmul.fp32_precision = "none"
+    assert len(graphs._forms) == 2
+
+
+def test_copies_of_a_model_that_also_decodes_are_stock():
+    model = made()
+    in_graphs(model)
+    Decoding(model).install()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(made())
 
 
 def test_other_shapes_and_options_have_their_own_graphs():
