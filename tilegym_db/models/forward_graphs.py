@@ -165,7 +165,7 @@ class ForwardGraphs:
 
     def _forget(self, _: Any = None) -> None:
         """Free graphs, and let weights go. Without it, those of a model that is gone would wait for a garbage collection."""
-        self._forms, self._state = OrderedDict(), None
+        self._forms = OrderedDict()
         self._weights.forget()
 
     def report(self) -> ForwardReport:
@@ -307,7 +307,7 @@ class ForwardGraphs:
 
     def _is_as_it_was(self, model: Any, known: GraphedCall) -> bool:
         """Return True if graphs compute what the model does now; if not, drop them."""
-        state, reason = state_or_reason(model, self._device.type)
+        state, reason = state_or_reason(model, self._device.type, attributes=True)
         if state is not None and state == self._state:
             return True
         is_first = self._state is None

@@ -117,7 +117,6 @@ def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float
 
 PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_SETTINGS = (*_CODE, torch.Tensor)
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -132,20 +131,23 @@ def submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return tensors and settings of modules, for comparison with a later state.
+def state_of(
+    modules: Iterable[torch.nn.Module], configs: Iterable[Any], *, attributes: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Return tensors and settings of modules, for comparison with a later state. No module is held.
 
-    They are places of weights and buffers, classes of modules, and plain attributes of modules and configs: tensors, numbers,
-    names, flags and functions, such as the adapter in use. No module is held.
+    They are places of weights and buffers, classes of modules, and plain attributes of modules and configs: numbers, names, flags
+    and functions, such as the adapter in use. With ``attributes``, they are also places of tensors that are plain attributes.
     """
+    kinds = (*_CODE, torch.Tensor) if attributes else _CODE
     tensors, settings = list[Any](), list[Any]()
     for module in modules:
         for held in (module._parameters, module._buffers):
             tensors += [place_of(one) for one in held.values() if one is not None]
         settings.append(type(module))
-        _add_settings(vars(module), settings)
+        _add_settings(vars(module), settings, kinds)
     for config in configs:
-        _add_settings(vars(config), settings)
+        _add_settings(vars(config), settings, kinds)
     return tensors, settings
 
 
@@ -158,15 +160,15 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any], kinds: tuple[type, ...]) -> None:
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
-        if (kind := type(value)) in PLAIN or isinstance(value, _SETTINGS):
+        if (kind := type(value)) in PLAIN or isinstance(value, kinds):
             settings += name, _setting(value)
         elif kind in (list, tuple, dict, set) and value:
             members = [one for pair in value.items() for one in pair] if kind is dict else list(value)
-            if all(type(one) in PLAIN or isinstance(one, torch.Tensor) for one in members):
+            if all(type(one) in PLAIN or isinstance(one, kinds) for one in members):
                 settings += name, [_setting(one) for one in members]
 
 
@@ -191,12 +193,13 @@ def _configs_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
     return left
 
 
-def state_or_reason(model: torch.nn.Module, kind: str) -> tuple[Any, str]:
+def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = False) -> tuple[Any, str]:
     """Return what the forwards of a model read on the host, and the reason why none may be a replay now; empty if they may.
 
     Args:
         model: of transformers, or another module.
         kind: of the device that its graphs are for, such as cuda.
+        attributes: also look at tensors that are plain attributes. A forward must not replace them, or each state is another.
     """
     modules = submodules(model)
     if any([has_hooks(module) for module in modules]):
@@ -204,7 +207,7 @@ def state_or_reason(model: torch.nn.Module, kind: str) -> tuple[Any, str]:
     now = next((parameter.device.type for parameter in model.parameters()), "")
     if now != kind:
         return None, f"the model has moved from {kind} to {now}"
-    return state_of(modules, _configs_of(modules)), ""
+    return state_of(modules, _configs_of(modules), attributes=attributes), ""
 
 
 def numerics_now() -> tuple[Any, ...]:
