@@ -35,7 +35,7 @@ from tilegym_db.models.forward_graphs import (
     why_not_inputs,
     why_not_outputs,
 )
-from tilegym_db.models.graphs import MAX_EAGER_RUNS, copied
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, copied, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
 
 UNTIL_REPLAY = EAGER_RUNS + 2
@@ -237,6 +237,15 @@ def test_changes_that_keep_the_addresses_end_the_graph(change):
     change(model)
     model(ids(0))
     assert graphs.report().replayed == 1
+
+
+def test_a_weight_with_fewer_rows_is_another_state():
+    model = encoder()
+    before = state_or_reason(model, "cpu")
+    assert before == state_or_reason(model, "cpu")
+    weight = model.pooler.dense.weight
+    weight.data = weight.data[:5]
+    assert before != state_or_reason(model, "cpu")
 
 
 def _counted(self: Any, forward: Any, inputs: Any) -> Any:

@@ -117,6 +117,7 @@ def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float
 
 PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_TENSORS = (torch.nn.Parameter, torch.Tensor)
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -143,7 +144,11 @@ def state_of(
     tensors, settings = list[Any](), list[Any]()
     for module in modules:
         for held in (module._parameters, module._buffers):
-            tensors += [place_of(one) for one in held.values() if one is not None]
+            for one in held.values():
+                if type(one) in _TENSORS:  # most of them, so they take no call
+                    tensors += one.data_ptr(), one.dtype, one.shape, one.stride()
+                elif one is not None:
+                    tensors += place_of(one)
         settings.append(type(module))
         _add_settings(vars(module), settings, kinds)
     for config in configs:
@@ -164,11 +169,15 @@ def _add_settings(attributes: Mapping[str, Any], settings: list[Any], kinds: tup
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
-        if (kind := type(value)) in PLAIN or isinstance(value, kinds):
+        if (kind := type(value)) in PLAIN:  # most of them, so they take no call
+            settings += name, value
+        elif isinstance(value, kinds):
             settings += name, _setting(value)
         elif kind in (list, tuple, dict, set) and value:
             members = [one for pair in value.items() for one in pair] if kind is dict else list(value)
-            if all(type(one) in PLAIN or isinstance(one, kinds) for one in members):
+            if all([type(one) in PLAIN for one in members]):
+                settings += name, members
+            elif all([type(one) in PLAIN or isinstance(one, kinds) for one in members]):
                 settings += name, [_setting(one) for one in members]
 
 
