@@ -10,11 +10,13 @@ import functools
 import gc
 import itertools
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -416,6 +418,30 @@ def test_a_changed_model_is_timed_again():
     assert list(graphs.report().stock) == ["a replay takes 3.00 ms, and a forward took 1.00 ms"]
 
 
+def memory(monkeypatch: Any, reserved: Any) -> None:
+    """Give a GPU 1000 bytes, of which PyTorch holds so many, one number for each question."""
+    left = iter(reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(left))
+
+
+def test_a_graph_that_would_hold_much_memory_is_freed(monkeypatch):
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    graphs._capture = graphs._captured_in_pool
+    memory(
+        monkeypatch, [0, 50, *[50] * 5, 101]
+    )  # before and after a capture, and two replays of it, and another capture
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    monkeypatch.setattr(forward_graphs, "captured", lambda forward, inputs, pool: again(forward, inputs))
+    for tokens in (5, 6):
+        for seed in range(UNTIL_REPLAY):
+            assert same(model(ids(seed, 2, tokens)), stock(ids(seed, 2, tokens)))
+    assert graphs.report().captured == 1
+    assert all(one.graph is None for one in graphs._forms.values())
+    assert list(graphs.report().stock) == ["OutOfMemoryError: its graph takes 0 MiB of 0 MiB"]
+
+
 def test_memory_of_dropped_or_failed_graphs_is_not_used_again(monkeypatch):
     """PyTorch refuses captures into a pool that no graph has any more, or in which one has failed."""
     pools: list[int] = []
@@ -430,6 +456,7 @@ def test_memory_of_dropped_or_failed_graphs_is_not_used_again(monkeypatch):
             raise RuntimeError("capture failed")
         return again(forward, inputs)
 
+    memory(monkeypatch, itertools.repeat(0))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
     monkeypatch.setattr(forward_graphs, "captured", capture)
     for tokens in (5, 6, 7, 8):
@@ -646,6 +673,23 @@ def test_random_numbers_are_those_of_stock():
     model = noisy()
     graphs = in_graphs(model)
     assert all(map(torch.equal, found(model), found(noisy())))
+    assert graphs.report().captured == 0
+
+
+def test_proofs_take_no_numbers_of_python_and_numpy():
+    def forward(self: Any, forward: Any, inputs: Any) -> Any:
+        found = forward(**inputs)
+        found.last_hidden_state = found.last_hidden_state + random.random() + numpy.random.rand()
+        return found
+
+    def found(model: Any) -> list[torch.Tensor]:
+        random.seed(7)
+        numpy.random.seed(7)
+        return [model(input_ids=ids(0)).last_hidden_state for _ in range(UNTIL_REPLAY + 2)]
+
+    stock, model = (with_forward(encoder(), forward) for _ in range(2))
+    graphs = in_graphs(model)
+    assert all(map(torch.equal, found(model), found(stock)))
     assert graphs.report().captured == 0
 
 

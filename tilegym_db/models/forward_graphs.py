@@ -61,6 +61,8 @@ MAX_OUTPUT_BYTES = 256 << 20
 """Maximum memory of the outputs of a graph, which are copied after each replay."""
 MAX_HELD_BYTES = 1 << 30
 """Maximum memory of the outputs of all graphs."""
+MEMORY_SHARE = 0.05
+"""Maximum share of the memory of a GPU that a graph adds to what others have. It is of no other use while there are graphs."""
 MAX_UNPAID = 8
 """Proofs that need not have paid off before the next one."""
 MAX_FAILURES = 4
@@ -339,7 +341,7 @@ class ForwardGraphs:
                 run = _with_cache(forward, _empty_cache(model, forward(**own), self._device))
                 graph = self._capture(run, own)
                 for _, given in contents[::-1]:
-                    if not _are_same(self._replay(graph, given), run(**given)):
+                    if not _are_same(self._replay(graph, given), forward(**given)):
                         known.failed = "a replay does not give the bits of a forward"
                         return
         except torch.OutOfMemoryError as error:
@@ -358,7 +360,19 @@ class ForwardGraphs:
         if self._pool is None or all(one.graph is None for one in self._known()):
             self._pool = torch.cuda.graph_pool_handle()
         pool, self._pool = self._pool, None
-        graph = captured(forward, inputs, pool)
+        grown, whole = 0, torch.cuda.mem_get_info(self._device)[1]
+
+        def measured(**given: Any) -> Any:
+            nonlocal grown
+            before = torch.cuda.memory_reserved(self._device)
+            outputs = forward(**given)
+            grown = torch.cuda.memory_reserved(self._device) - before
+            return outputs
+
+        graph = captured(measured, inputs, pool)
+        if grown > MEMORY_SHARE * whole:
+            self._drop_all()  # else they would keep the memory
+            raise torch.OutOfMemoryError(f"its graph takes {grown >> 20} MiB of {whole >> 20} MiB")
         self._pool = pool
         return graph
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -250,9 +252,16 @@ def has_modes() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def undisturbed(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose forwards take no random numbers from those that the caller gets."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Make a context whose forwards take no random numbers from those that the caller gets, also of Python and NumPy."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def why_changed(model: Any, decide: Callable[[], str]) -> str:
