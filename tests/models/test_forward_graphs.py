@@ -37,7 +37,7 @@ from tilegym_db.models.forward_graphs import (
     why_not_inputs,
     why_not_outputs,
 )
-from tilegym_db.models.graphs import MAX_EAGER_RUNS, copied, state_or_reason
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
 
 UNTIL_REPLAY = EAGER_RUNS + 2
@@ -248,6 +248,32 @@ def test_a_weight_with_fewer_rows_is_another_state():
     weight = model.pooler.dense.weight
     weight.data = weight.data[:5]
     assert before != state_or_reason(model, "cpu")
+
+
+def test_a_forward_that_a_class_gets_later_is_seen(monkeypatch):
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    for cls in (transformers.BertModel, type(model.pooler)):
+        graphs._is_as_it_was(model, GraphedCall())
+        forward = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda *args, forward=forward, **others: forward(*args, **others))
+        assert not graphs._is_as_it_was(model, GraphedCall())
+
+
+class Unreadable(torch.Tensor):
+    def __tensor_flatten__(self) -> Any:
+        raise RuntimeError("no parts")
+
+
+def test_weights_that_cannot_be_read_run_as_before():
+    stock, model = encoder(), encoder()
+    model.note = torch.ones(2).as_subclass(Unreadable)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert graphs.report().stock == {"its state cannot be read: RuntimeError: no parts": UNTIL_REPLAY - EAGER_RUNS}
 
 
 def _counted(self: Any, forward: Any, inputs: Any) -> Any:
@@ -472,7 +498,7 @@ def test_graphs_hold_little_memory(monkeypatch):
     model = encoder()
     graphs = in_graphs(model)
     model(ids(0))
-    size = sum(one.nbytes for one in tensors_in(model(ids(0))))
+    size = ids(0).nbytes + sum(one.nbytes for one in tensors_in(model(ids(0))))
     monkeypatch.setattr(forward_graphs, "MAX_OUTPUT_BYTES", 2 * size)
     monkeypatch.setattr(forward_graphs, "MAX_HELD_BYTES", 4 * size)
     for tokens in (4, 5, 6, 7):

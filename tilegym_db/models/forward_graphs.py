@@ -60,7 +60,7 @@ MAX_MS = 60.0
 MAX_OUTPUT_BYTES = 256 << 20
 """Maximum memory of the outputs of a graph, which are copied after each replay."""
 MAX_HELD_BYTES = 1 << 30
-"""Maximum memory of the outputs of all graphs."""
+"""Maximum memory of the inputs and outputs of all graphs."""
 MEMORY_SHARE = 0.05
 """Maximum share of the memory of a GPU that a graph adds to what others have. It is of no other use while there are graphs."""
 MAX_UNPAID = 8
@@ -121,7 +121,7 @@ class ForwardGraphs:
         self._replayed, self._stopwatch = replayed, stopwatch
         self._forms: OrderedDict[Any, GraphedCall] = OrderedDict()
         self._state: Any = None
-        self._weights = Weights(model)
+        self._weights = Weights([])
         self._patience = Patience(EAGER_RUNS)
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -309,12 +309,16 @@ class ForwardGraphs:
 
     def _is_as_it_was(self, model: Any, known: GraphedCall) -> bool:
         """Return True if graphs compute what the model does now; if not, drop them."""
-        state, reason = state_or_reason(model, self._device.type, attributes=True)
-        if state is not None and state == self._state:
-            return True
+        try:
+            state, reason = state_or_reason(model, self._device.type, attributes=True)
+            if state is not None and state == self._state:
+                return True
+            weights = Weights(submodules(model))
+        except Exception as error:  # weights may be of any class
+            state, reason, weights = None, f"its state cannot be read: {first_line(error)}", Weights([])
         is_first = self._state is None
         with self._lock:
-            self._state, self._weights = state, Weights(model)
+            self._state, self._weights = state, weights
         self._drop_all()
         if reason:  # it may last, so it is not looked for in each forward
             known.fail_for_now(reason)
@@ -397,7 +401,7 @@ class ForwardGraphs:
     def _make_room(self, known: GraphedCall) -> None:
         """Drop the graphs that were used least recently, if a new one would make too many, or hold too much."""
         others = [one for one in self._known() if one.graph is not None and one is not known]
-        held = [_bytes_of(one.graph.outputs) for one in others if one.graph is not None]
+        held = [_bytes_of((one.graph.inputs, one.graph.outputs)) for one in others if one.graph is not None]
         first = max(0, len(others) + 1 - MAX_GRAPHS)
         while sum(held[first:]) > MAX_HELD_BYTES - MAX_OUTPUT_BYTES:
             first += 1
@@ -417,9 +421,9 @@ class ForwardGraphs:
 class Weights:
     """The addresses of a model's weights. A replay reads them, so it must not run if their memory may have another owner."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
         """Note where the weights are. A module that is replaced lives on until the next :class:`Weights` of its model."""
-        holders = [held for module in submodules(model) for held in (module._parameters, module._buffers)]
+        holders = [held for module in modules for held in (module._parameters, module._buffers)]
         self._places = [
             (held, name, value.data_ptr()) for held in holders for name, value in held.items() if value is not None
         ]

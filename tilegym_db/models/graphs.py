@@ -139,8 +139,8 @@ def state_of(
 ) -> tuple[list[Any], list[Any]]:
     """Return tensors and settings of modules, for comparison with a later state. No module is held.
 
-    They are places of weights and buffers, classes of modules, and plain attributes of modules and configs: numbers, names, flags
-    and functions, such as the adapter in use. With ``attributes``, they are also places of tensors that are plain attributes.
+    They are places of weights and buffers, classes of modules and their forwards, and plain attributes of modules and configs:
+    numbers, names, flags and functions, such as the adapter in use. With ``attributes``, tensors that are plain attributes too.
     """
     kinds = (*_CODE, torch.Tensor) if attributes else _CODE
     tensors, settings = list[Any](), list[Any]()
@@ -151,7 +151,7 @@ def state_of(
                     tensors += one.data_ptr(), one.dtype, one.shape, one.stride()
                 elif one is not None:
                     tensors += place_of(one)
-        settings.append(type(module))
+        settings += type(module), type(module).forward
         _add_settings(vars(module), settings, kinds)
     for config in configs:
         _add_settings(vars(config), settings, kinds)
@@ -218,7 +218,8 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
     now = next((parameter.device.type for parameter in model.parameters()), "")
     if now != kind:
         return None, f"the model has moved from {kind} to {now}"
-    return state_of(modules, _configs_of(modules), attributes=attributes), ""
+    below = [vars(cls).get("forward") for cls in type(model).__mro__]  # that of a patched class calls the one below
+    return (state_of(modules, _configs_of(modules), attributes=attributes), below), ""
 
 
 def numerics_now() -> tuple[Any, ...]:
