@@ -144,6 +144,7 @@ def state_of(
     """
     kinds = (*_CODE, torch.Tensor) if attributes else _CODE
     tensors, settings = list[Any](), list[Any]()
+    one: Any
     for module in modules:
         for held in (module._parameters, module._buffers):
             for one in held.values():
@@ -193,7 +194,7 @@ def _setting(value: Any) -> Any:
 
 
 def _configs_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Return the configs of modules and the configs in them, each once: a part of a model may have one of its own."""
+    """Return the configs of modules and the configs in them, each once: a part of a model may have another than the whole."""
     found = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     left = [*found.values()]
     for config in left:  # it grows
