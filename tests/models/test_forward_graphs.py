@@ -488,10 +488,13 @@ def test_memory_of_dropped_or_failed_graphs_is_not_used_again(monkeypatch):
     for tokens in (5, 6, 7, 8):
         for seed in range(UNTIL_REPLAY):
             model(ids(seed, 2, tokens))
+    [*graphs._forms.values()][-1].graph = None
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed, 2, 9))
     model.pooler.dense.weight = torch.nn.Parameter(model.pooler.dense.weight * 2)
     for seed in range(2 * UNTIL_REPLAY):
         model(ids(seed, 2, 5))
-    assert pools == [0, 0, 0, 1, 2]
+    assert pools == [0, 0, 0, 1, 2, 3]
 
 
 def test_graphs_hold_little_memory(monkeypatch):

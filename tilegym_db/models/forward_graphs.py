@@ -118,6 +118,7 @@ class ForwardGraphs:
         self._capture = capture or self._captured_in_pool
         self._pool: Any = None
         """The memory that graphs share for what they compute on the way."""
+        self._in_pool: list[weakref.ref[CapturedForward]] = []
         self._replayed, self._stopwatch = replayed, stopwatch
         self._forms: OrderedDict[Any, GraphedCall] = OrderedDict()
         self._state: Any = None
@@ -357,12 +358,12 @@ class ForwardGraphs:
             self._captured += 1
 
     def _captured_in_pool(self, forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-        """Capture a forward into the memory of the other graphs. If there are none, or a capture has failed, it is new memory.
+        """Capture a forward into the memory of the other graphs, or into new memory.
 
-        PyTorch gives no memory to a pool that no graph has any more, or in which a capture has not ended.
+        PyTorch gives no memory to a pool that no graph has any more, or in which a capture has failed.
         """
-        if self._pool is None or all(one.graph is None for one in self._known()):
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._pool is None or all(graph() is None for graph in self._in_pool):
+            self._pool, self._in_pool = torch.cuda.graph_pool_handle(), []
         pool, self._pool = self._pool, None
         grown, whole = 0, torch.cuda.mem_get_info(self._device)[1]
 
@@ -378,6 +379,7 @@ class ForwardGraphs:
             self._drop_all()  # else they would keep the memory
             raise torch.OutOfMemoryError(f"its graph takes {grown >> 20} MiB of {whole >> 20} MiB")
         self._pool = pool
+        self._in_pool.append(weakref.ref(graph))
         return graph
 
     def _replay(
