@@ -6,26 +6,38 @@ Without a GPU a graph is a forward that runs again, with its results in the memo
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import itertools
+import pickle
+import random
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
 from decoding_models import CONFIGS, made, prompt
 from host_graphs import NoWaiting, capturing
 
+from tilegym_db.models import forward_graphs
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.forward_graphs import (
     EAGER_RUNS,
     IN_USE,
     MAX_FAILURES,
     MAX_MS,
+    MAX_UNPAID,
     ForwardGraphs,
     copied_outputs,
+    why_not_inputs,
+    why_not_outputs,
 )
-from tilegym_db.models.graphs import copied
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
 
 UNTIL_REPLAY = EAGER_RUNS + 2
@@ -191,6 +203,352 @@ def test_a_changed_model_is_never_answered_by_an_old_graph(change):
     assert same(model(ids(9)), stock(ids(9)))
 
 
+def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
+    """Give a model the forward ``forward(model, stock forward, inputs)``."""
+    stock = type(model)
+    members = {"forward": lambda self, **inputs: forward(self, functools.partial(stock.forward, self), inputs)}
+    model.__class__ = type(stock.__name__, (stock,), members)
+    return model
+
+
+def _transpose(model: Any) -> None:
+    weight = model.encoder.layer[0].attention.self.query.weight
+    weight.data = weight.data.t()
+
+
+def _replace_scale(model: Any) -> None:
+    model.scale = torch.full((), 2.0)
+
+
+def _replace_scales(model: Any) -> None:
+    model.scales["all"] = torch.full((), 2.0)
+
+
+def _change_own_config(model: Any) -> None:
+    model.pooler.config.chunk_size_feed_forward = 5
+
+
+@pytest.mark.parametrize("change", [_transpose, _replace_scale, _replace_scales, _change_own_config])
+def test_changes_that_keep_the_addresses_end_the_graph(change):
+    model = encoder()
+    model.scale, model.scales = torch.ones(()), {"all": torch.ones(())}
+    model.pooler.config = copy.deepcopy(model.config)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    change(model)
+    model(ids(0))
+    assert graphs.report().replayed == 1
+
+
+def test_a_weight_with_fewer_rows_is_another_state():
+    model = encoder()
+    before = state_or_reason(model, "cpu")
+    assert before == state_or_reason(model, "cpu")
+    weight = model.pooler.dense.weight
+    weight.data = weight.data[:5]
+    assert before != state_or_reason(model, "cpu")
+
+
+def test_a_forward_that_a_class_gets_later_is_seen(monkeypatch):
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    for cls in (transformers.BertModel, type(model.pooler)):
+        graphs._is_as_it_was(model, GraphedCall())
+        forward = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda *args, forward=forward, **others: forward(*args, **others))
+        assert not graphs._is_as_it_was(model, GraphedCall())
+
+
+class Unreadable(torch.Tensor):
+    def __tensor_flatten__(self) -> Any:
+        raise RuntimeError("no parts")
+
+
+def test_weights_that_cannot_be_read_run_as_before():
+    stock, model = encoder(), encoder()
+    model.note = torch.ones(2).as_subclass(Unreadable)
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert graphs.report().stock == {"its state cannot be read: RuntimeError: no parts": UNTIL_REPLAY - EAGER_RUNS}
+
+
+def _counted(self: Any, forward: Any, inputs: Any) -> Any:
+    self.seen.add_(1)
+    return forward(**inputs)
+
+
+def _listed(self: Any, forward: Any, inputs: Any) -> Any:
+    self.calls.append(len(self.calls))
+    self.by_name["last"] = inputs["input_ids"]
+    return forward(**inputs)
+
+
+@pytest.mark.parametrize("forward", [_counted, _listed])
+def test_what_a_forward_leaves_is_that_of_stock(forward):
+    stock, model = (with_forward(encoder(), forward) for _ in range(2))
+    for one in (stock, model):
+        one.register_buffer("seen", torch.zeros(()))
+        one.calls, one.by_name = [], {}
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        for one in (stock, model):
+            one(input_ids=ids(seed))
+    assert torch.equal(model.seen, stock.seen)
+    assert model.calls == stock.calls
+    assert graphs.report().captured == 0
+
+
+def _in_place(self: Any, forward: Any, inputs: Any) -> Any:
+    inputs["inputs_embeds"].mul_(2)
+    return forward(**inputs)
+
+
+def test_inputs_that_a_forward_changes_are_those_of_stock():
+    stock, model = (with_forward(encoder(), _in_place) for _ in range(2))
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        given = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(seed))
+        own = given.clone()
+        assert same(model(inputs_embeds=own), stock(inputs_embeds=given))
+        assert torch.equal(own, given)
+    assert list(graphs.report().stock) == ["its forward changes its inputs"]
+
+
+def test_hooks_that_stay_cost_no_replays():
+    """Transformers leaves hooks in a model that was once asked for its hidden states."""
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    model(ids(0), output_hidden_states=True)
+    for seed in range(3):
+        assert same(model(ids(seed)), stock(ids(seed)))
+    assert all(one.graph is None for one in graphs._forms.values())
+    assert graphs.report().stock == {"modules have hooks": 3}
+
+
+def test_hooks_that_were_removed_are_forgotten():
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    hook = model.pooler.register_forward_hook(lambda *_: None)
+    model(ids(0))
+    hook.remove()
+    for seed in range(MAX_EAGER_RUNS + UNTIL_REPLAY):
+        model(ids(seed))
+    assert graphs.report().captured == 2
+
+
+def test_a_model_that_is_dropped_takes_its_weights_along():
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY - 1):
+        model(ids(seed))
+    weight = weakref.ref(model.pooler.dense.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, graphs
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_a_padding_token_that_is_set_late_keeps_the_mask():
+    def forward(self: Any, forward: Any, inputs: Any) -> Any:
+        found = forward(**inputs)
+        if inputs.get("attention_mask") is None:
+            found.last_hidden_state = found.last_hidden_state + (inputs["input_ids"] == self.config.pad_token_id).any()
+        return found
+
+    stock, model = (with_forward(encoder(), forward) for _ in range(2))
+    for one in (stock, model):
+        one.config.pad_token_id = None
+    in_graphs(model)
+    for one in (stock, model):
+        one.config.pad_token_id = 2
+    for seed in range(UNTIL_REPLAY + 2):
+        given = ids(seed)
+        given[0, 0] = 2 if seed >= UNTIL_REPLAY else 3
+        inputs = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+        assert same(model(**inputs), stock(**inputs))
+
+
+def test_an_interrupted_proof_leaves_no_graph():
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY - 1):
+        model(ids(seed))
+    replay = graphs._replay
+
+    def interrupted(*args: Any) -> Any:
+        replay(*args)
+        raise KeyboardInterrupt
+
+    graphs._replay = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(ids(0))
+    assert all(one.graph is None for one in graphs._forms.values())
+
+
+def test_a_replay_without_memory_frees_the_graphs():
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed))
+    (known,) = graphs._forms.values()
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    known.graph = CapturedForward(fails, known.graph.inputs, known.graph.outputs)
+    assert same(model(ids(0)), stock(ids(0)))
+    assert known.graph is None
+    assert graphs.report().stock == {"OutOfMemoryError: no memory": 1}
+
+
+def test_a_failed_form_does_not_wait_for_its_mask(monkeypatch):
+    looks: list[bool] = []
+    hides = forward_graphs._mask_that_hides
+    monkeypatch.setattr(forward_graphs, "_mask_that_hides", lambda *args: looks.append(True) or hides(*args))
+    model = encoder()
+    graphs = in_graphs(model, MAX_MS + 1, MAX_MS + 1)
+    for seed in range(MAX_EAGER_RUNS + UNTIL_REPLAY):
+        model(ids(seed), torch.ones(2, 7, dtype=torch.long))
+    assert len(looks) == UNTIL_REPLAY  # until it has failed, and one later
+    assert sum(graphs.report().stock.values()) == MAX_EAGER_RUNS + UNTIL_REPLAY - EAGER_RUNS
+
+
+def test_forms_that_do_not_come_again_are_not_proven():
+    model = encoder()
+    graphs = in_graphs(model)
+    for tokens in range(1, 4 * MAX_UNPAID):
+        for _ in range(EAGER_RUNS + 1):
+            model(ids(0, 1, tokens))
+    assert sum(one.tried for one in graphs._forms.values()) == MAX_UNPAID + 1
+
+
+def test_a_changed_model_is_timed_again():
+    model = encoder()
+    graphs = in_graphs(model, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 3.0)
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed))
+    model.encoder.layer = model.encoder.layer[:1]
+    for seed in range(3 * UNTIL_REPLAY):
+        model(ids(seed))
+    assert list(graphs.report().stock) == ["a replay takes 3.00 ms, and a forward took 1.00 ms"]
+
+
+def memory(monkeypatch: Any, reserved: Any) -> None:
+    """Give a GPU 1000 bytes, of which PyTorch holds so many, one number for each question."""
+    left = iter(reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(left))
+
+
+def test_a_graph_that_would_hold_much_memory_is_freed(monkeypatch):
+    stock, model = encoder(), encoder()
+    graphs = in_graphs(model)
+    graphs._capture = graphs._captured_in_pool
+    memory(
+        monkeypatch, [0, 50, *[50] * 5, 101]
+    )  # before and after a capture, and two replays of it, and another capture
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    monkeypatch.setattr(forward_graphs, "captured", lambda forward, inputs, pool: again(forward, inputs))
+    for tokens in (5, 6):
+        for seed in range(UNTIL_REPLAY):
+            assert same(model(ids(seed, 2, tokens)), stock(ids(seed, 2, tokens)))
+    assert graphs.report().captured == 1
+    assert all(one.graph is None for one in graphs._forms.values())
+    assert list(graphs.report().stock) == ["OutOfMemoryError: its graph takes 0 MiB of 0 MiB"]
+
+
+def test_memory_of_dropped_or_failed_graphs_is_not_used_again(monkeypatch):
+    """PyTorch refuses captures into a pool that no graph has any more, or in which one has failed."""
+    pools: list[int] = []
+    model = encoder()
+    graphs = in_graphs(model)
+    graphs._capture = graphs._captured_in_pool
+    numbers = itertools.count()
+
+    def capture(forward: Any, inputs: Any, pool: int) -> CapturedForward:
+        pools.append(pool)
+        if len(pools) == 3:
+            raise RuntimeError("capture failed")
+        return again(forward, inputs)
+
+    memory(monkeypatch, itertools.repeat(0))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    monkeypatch.setattr(forward_graphs, "captured", capture)
+    for tokens in (5, 6, 7, 8):
+        for seed in range(UNTIL_REPLAY):
+            model(ids(seed, 2, tokens))
+    [*graphs._forms.values()][-1].graph = None
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed, 2, 9))
+    model.pooler.dense.weight = torch.nn.Parameter(model.pooler.dense.weight * 2)
+    for seed in range(2 * UNTIL_REPLAY):
+        model(ids(seed, 2, 5))
+    assert pools == [0, 0, 0, 1, 2, 3]
+
+
+def test_graphs_hold_little_memory(monkeypatch):
+    model = encoder()
+    graphs = in_graphs(model)
+    model(ids(0))
+    size = ids(0).nbytes + sum(one.nbytes for one in tensors_in(model(ids(0))))
+    monkeypatch.setattr(forward_graphs, "MAX_OUTPUT_BYTES", 2 * size)
+    monkeypatch.setattr(forward_graphs, "MAX_HELD_BYTES", 4 * size)
+    for tokens in (4, 5, 6, 7):
+        for seed in range(UNTIL_REPLAY):
+            model(ids(seed, 2, tokens))
+    kept = [one for one in graphs._forms.values() if one.graph is not None]
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.ones(2).to_sparse(), "given is nested or sparse"),
+        (torch.ones(2, device="meta"), "given is on another device, or needs a gradient"),
+        (torch.ones(2), ""),
+    ],
+)
+def test_inputs_of_a_graph_are_plain_tensors(value, reason):
+    assert why_not_inputs({"given": value}, torch.device("cpu")) == reason
+
+
+def test_outputs_on_another_device_have_no_graph():
+    outputs = {"one": torch.ones(2), "other": torch.ones(2, device="meta")}
+    assert why_not_outputs(outputs, torch.device("cpu")) == "it returns a tensor on another device"
+
+
+def test_newer_names_of_precision_are_settings_of_a_form():
+    model = encoder()
+    graphs = in_graphs(model)
+    matmul = torch.backends.cuda.matmul
+    try:
+        for precision in ("tf32", "ieee"):
+            matmul.fp32_precision = precision
+            model(ids(0))
+    finally:
+        matmul.fp32_precision = "none"
+    assert len(graphs._forms) == 2
+
+
+def test_copies_of_a_model_that_also_decodes_are_stock():
+    model = made()
+    in_graphs(model)
+    Decoding(model).install()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(made())
+
+
 def test_other_shapes_and_options_have_their_own_graphs():
     stock, model = encoder(), encoder()
     graphs = in_graphs(model)
@@ -303,7 +661,7 @@ def test_long_forwards_are_not_captured():
     for seed in range(UNTIL_REPLAY + 2):
         model(ids(seed))
     assert graphs.report().captured == 0
-    assert sum(graphs.report().stock.values()) == 3
+    assert sum(graphs.report().stock.values()) == 4
 
 
 def test_what_reads_tensors_on_the_host_runs_as_before():
@@ -344,6 +702,23 @@ def test_random_numbers_are_those_of_stock():
     model = noisy()
     graphs = in_graphs(model)
     assert all(map(torch.equal, found(model), found(noisy())))
+    assert graphs.report().captured == 0
+
+
+def test_proofs_take_no_numbers_of_python_and_numpy():
+    def forward(self: Any, forward: Any, inputs: Any) -> Any:
+        found = forward(**inputs)
+        found.last_hidden_state = found.last_hidden_state + random.random() + numpy.random.rand()
+        return found
+
+    def found(model: Any) -> list[torch.Tensor]:
+        random.seed(7)
+        numpy.random.seed(7)
+        return [model(input_ids=ids(0)).last_hidden_state for _ in range(UNTIL_REPLAY + 2)]
+
+    stock, model = (with_forward(encoder(), forward) for _ in range(2))
+    graphs = in_graphs(model)
+    assert all(map(torch.equal, found(model), found(stock)))
     assert graphs.report().captured == 0
 
 

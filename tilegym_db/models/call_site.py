@@ -217,6 +217,8 @@ class CallSite:
 # These functions change one instance. Its class, its module and its ``__dict__`` stay as they are.
 
 _MARK = "_tilegym_db_replaces"
+_ORIGINAL = "_tilegym_db_original"
+"""The class below all that were made here: there may be one that decodes in graphs on top of one whose forward is patched."""
 _numbers = itertools.count()
 
 
@@ -228,12 +230,13 @@ def subclass(
     The name stays, so configs keyed by class name still work. Copying or pickling an instance gives the base class, so a
     checkpoint has nothing of this package in it.
     """
+    original = vars(base).get(_ORIGINAL, base)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Protocol 1 lists the class among the arguments. With later protocols, picklers accept no other class there.
-        reduced: Any = base.__reduce_ex__(self, min(int(protocol), 1))
+        reduced: Any = original.__reduce_ex__(self, min(int(protocol), 1))
         function, arguments, *rest = reduced
-        restored = tuple(base if argument is patched else argument for argument in arguments)
+        restored = tuple(original if argument is patched else argument for argument in arguments)
         return (function, restored, *rest)
 
     namespace = {
@@ -244,6 +247,7 @@ def subclass(
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         _MARK: base,
+        _ORIGINAL: original,
     }
     patched = type(base.__name__, (base,), namespace)
     return patched

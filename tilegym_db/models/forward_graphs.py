@@ -26,6 +26,8 @@ from torch.autograd import forward_ad
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED, change_class, subclass
 from tilegym_db.models.fixed_cache import first_line
 from tilegym_db.models.graphs import (
+    MAX_EAGER_RUNS,
+    PAYS,
     PLAIN,
     TIMED_REPLAYS,
     Capture,
@@ -34,6 +36,7 @@ from tilegym_db.models.graphs import (
     Stopwatch,
     captured,
     has_modes,
+    has_same_bits,
     numerics_now,
     split,
     state_or_reason,
@@ -42,7 +45,7 @@ from tilegym_db.models.graphs import (
     undisturbed,
     why_changed,
 )
-from tilegym_db.models.next_inputs import CACHES, DECODER, HELD
+from tilegym_db.models.next_inputs import CACHES, DECODER, HELD, CapturedForward
 from tilegym_db.models.prompt_graphs import EMPTY, GROWING, begun_on, original_class
 from tilegym_db.resolver.hot_path import replayed
 
@@ -56,6 +59,12 @@ MAX_MS = 60.0
 """Milliseconds from which on a forward is taken to wait for the GPU and not for the host."""
 MAX_OUTPUT_BYTES = 256 << 20
 """Maximum memory of the outputs of a graph, which are copied after each replay."""
+MAX_HELD_BYTES = 1 << 30
+"""Maximum memory of the inputs and outputs of all graphs."""
+MEMORY_SHARE = 0.05
+"""Maximum share of the memory of a GPU that a graph adds to what others have. It is of no other use while there are graphs."""
+MAX_UNPAID = 8
+"""Proofs that need not have paid off before the next one."""
 MAX_FAILURES = 4
 """Forms without a graph, before any has one, after which none is tried any more."""
 
@@ -104,14 +113,16 @@ class ForwardGraphs:
             replayed: the context of calls that a graph repeats.
             stopwatch: measures forwards without waiting for them.
         """
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model, self._forget)
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._capture = capture or functools.partial(captured, pool=torch.cuda.graph_pool_handle())
+        self._capture = capture or self._captured_in_pool
+        self._pool: Any = None
+        """The memory that graphs share for what they compute on the way."""
+        self._in_pool: list[weakref.ref[CapturedForward]] = []
         self._replayed, self._stopwatch = replayed, stopwatch
-        self._pad = _pad_of(model)
         self._forms: OrderedDict[Any, GraphedCall] = OrderedDict()
         self._state: Any = None
-        self._weights = Weights(model)
+        self._weights = Weights([])
         self._patience = Patience(EAGER_RUNS)
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -153,13 +164,17 @@ class ForwardGraphs:
         if model is not None and self.ours is not None and type(model) is self.ours:
             change_class(model, self.ours.__mro__[1])
         with self._lock:
-            self._forms = OrderedDict()
-            self._weights.forget()
+            self._forget()
+
+    def _forget(self, _: Any = None) -> None:
+        """Free graphs, and let weights go. Without it, those of a model that is gone would wait for a garbage collection."""
+        self._forms = OrderedDict()
+        self._weights.forget()
 
     def report(self) -> ForwardReport:
         """Return what the graphs have done so far."""
         stock = Counter(self._others)
-        for one in [*self._forms.values()]:
+        for one in self._known():
             if one.failed:
                 stock[one.failed] += one.refused
         return ForwardReport(self._captured, self._replays, dict(stock))
@@ -182,9 +197,13 @@ class ForwardGraphs:
         if reason:
             self._others[reason] += 1
             return forward(**inputs)
-        own = inputs if (hides := _mask_that_hides(inputs, self._pad)) else _without_mask(inputs)
+        form = split(inputs)[1], torch.is_inference_mode_enabled(), numerics_now()
+        if self._has_failed(form):
+            return forward(**inputs)
+        hides = _mask_that_hides(inputs, _pad_of(model))
+        own = inputs if hides else _without_mask(inputs)
         with self._lock:
-            known = self._of(own, inputs.get(DECODER.mask) is not None, hides)
+            known = self._of((*form, hides))
         if known.failed:
             known.refused += 1
             return forward(**inputs)
@@ -193,7 +212,7 @@ class ForwardGraphs:
             outputs = forward(**inputs)
             known.times["eager"].append(stop())
             return outputs
-        if known.graph is None and known.runs <= self._patience.runs:
+        if known.graph is None and not known.tried and known.runs <= self._runs_before_proof():
             return forward(**inputs)
         if not self._running.acquire(blocking=False):
             self._others[IN_USE] += 1
@@ -202,7 +221,10 @@ class ForwardGraphs:
             outputs = self._from_graph(known, model, forward, inputs, own)
         finally:
             self._running.release()
-        return forward(**inputs) if outputs is None else outputs
+        if outputs is None:
+            known.refused += bool(known.failed)
+            return forward(**inputs)
+        return outputs
 
     def _why_stock(self, model: Any) -> str:
         """Return the reason why no forward may be a replay here; empty if it may."""
@@ -223,12 +245,28 @@ class ForwardGraphs:
             return "the caller captures a graph"
         return ""
 
-    def _of(self, own: Mapping[str, Any], has_mask: bool, hides: bool) -> GraphedCall:
+    def _has_failed(self, form: tuple[Any, ...]) -> bool:
+        """Return True, and count a forward, if none of this form had a graph lately, with a mask that hides something or not.
+
+        Then the mask is not looked at, which waits for the device. Now and then it is, because the next one may be another.
+        """
+        with self._lock:
+            known = [one for hides in (False, True) if (one := self._forms.get((*form, hides))) is not None]
+            if not known or not all(one.failed for one in known):
+                return False
+            for one in known:
+                one.count()
+            if not all(one.failed for one in known) or known[0].runs % MAX_EAGER_RUNS == 0:
+                return False
+            known[0].refused += 1
+            return True
+
+    def _of(self, key: tuple[Any, ...]) -> GraphedCall:
         """Return what is known about a form that has one forward more, and forget the one used least if there are too many.
 
-        A mask that hides nothing may still make a difference, which is proven for forwards that have one.
+        Args:
+            key: the form of the inputs as the caller gives them, settings, and whether the mask hides something.
         """
-        key = split(own)[1], has_mask, hides, torch.is_inference_mode_enabled(), numerics_now()
         known = self._forms.pop(key, None) or GraphedCall()
         known.count()
         if self._is_open:
@@ -236,6 +274,11 @@ class ForwardGraphs:
         if len(self._forms) > MAX_FORMS:
             self._forms.popitem(last=False)
         return known
+
+    def _runs_before_proof(self) -> int:
+        """Return the number of forwards of a form that run as before. It grows with the proofs that have not paid off."""
+        unpaid = sum(one.tried and one.replays < PAYS for one in self._known())
+        return min(MAX_EAGER_RUNS, max(self._patience.runs, EAGER_RUNS + 2 * (unpaid - MAX_UNPAID)))
 
     def _from_graph(
         self, known: GraphedCall, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], own: dict[str, Any]
@@ -246,32 +289,44 @@ class ForwardGraphs:
             return None
         if known.graph is not None and self._weights.are_in_place():
             stop = self._stopwatch(self._device)
-            outputs = self._replay(known, own, lambda: self._is_as_it_was(model))
+            try:
+                outputs = self._replay(known.graph, own, lambda: self._is_as_it_was(model, known))
+            except torch.OutOfMemoryError as error:  # as before it may fit, without what graphs hold
+                self._drop_all()
+                known.fail_for_now(first_line(error))
+                return None
             if outputs is not None:
                 if len(known.times["replay"]) < TIMED_REPLAYS:
                     known.times["replay"].append(stop())
+                known.replays += 1
                 self._replays += 1
             return outputs
-        if self._is_as_it_was(model):
+        if self._is_as_it_was(model, known):
             known.failed = self._why_too_large(known)
             if not known.failed:
                 self._prove_or_capture(known, model, forward, inputs, own)
             self._failures += bool(known.failed)
         return None
 
-    def _is_as_it_was(self, model: Any) -> bool:
-        """Return True if graphs compute what the model does now; if not, drop them or count the reason."""
-        state, reason = state_or_reason(model, self._device.type)
-        if reason:
-            self._others[reason] += 1
-            return False
-        if state == self._state:
-            return True
+    def _is_as_it_was(self, model: Any, known: GraphedCall) -> bool:
+        """Return True if graphs compute what the model does now; if not, drop them."""
+        try:
+            state, reason = state_or_reason(model, self._device.type, attributes=True)
+            if state is not None and state == self._state:
+                return True
+            weights = Weights(submodules(model))
+        except Exception as error:  # weights may be of any class
+            state, reason, weights = None, f"its state cannot be read: {first_line(error)}", Weights([])
         is_first = self._state is None
         with self._lock:
-            self._state, self._weights = state, Weights(model)
-            self._drop([*self._forms.values()])
-        return is_first
+            self._state, self._weights = state, weights
+        self._drop_all()
+        if reason:  # it may last, so it is not looked for in each forward
+            known.fail_for_now(reason)
+        elif not is_first:
+            for one in self._known():
+                one.begin_anew()
+        return is_first and not reason
 
     def _why_too_large(self, known: GraphedCall) -> str:
         best = known.best("eager", 1)
@@ -284,42 +339,78 @@ class ForwardGraphs:
         try:
             with undisturbed(self._device), self._replayed():
                 if not known.tried:
-                    known.failed = why_changed(model, lambda: _why_not_proven(forward, contents))
+                    known.failed = why_changed(model, lambda: _why_not_proven(forward, contents, self._device))
                     known.tried = True
                     return
                 self._make_room(known)
                 run = _with_cache(forward, _empty_cache(model, forward(**own), self._device))
-                known.graph = self._capture(run, own)
+                graph = self._capture(run, own)
                 for _, given in contents[::-1]:
-                    if not _are_same(self._replay(known, given), run(**given)):
-                        known.failed, known.graph = "a replay does not give the bits of a forward", None
+                    if not _are_same(self._replay(graph, given), forward(**given)):
+                        known.failed = "a replay does not give the bits of a forward"
                         return
         except torch.OutOfMemoryError as error:
-            known.graph = None
             known.fail_for_now(first_line(error))
         except Exception as error:  # a model may do anything in its forward, such as waiting for the device
-            known.failed, known.graph = first_line(error), None
+            known.failed = first_line(error)
         else:
+            known.graph = graph
             self._captured += 1
 
-    def _replay(self, known: GraphedCall, own: Mapping[str, Any], may_answer: Callable[[], bool] = lambda: True) -> Any:
+    def _captured_in_pool(self, forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+        """Capture a forward into the memory of the other graphs, or into new memory.
+
+        PyTorch gives no memory to a pool that no graph has any more, or in which a capture has failed.
+        """
+        if self._pool is None or all(graph() is None for graph in self._in_pool):
+            self._pool, self._in_pool = torch.cuda.graph_pool_handle(), []
+        pool, self._pool = self._pool, None
+        grown, whole = 0, torch.cuda.mem_get_info(self._device)[1]
+
+        def measured(**given: Any) -> Any:
+            nonlocal grown
+            before = torch.cuda.memory_reserved(self._device)
+            outputs = forward(**given)
+            grown = torch.cuda.memory_reserved(self._device) - before
+            return outputs
+
+        graph = captured(measured, inputs, pool)
+        if grown > MEMORY_SHARE * whole:
+            self._drop_all()  # else they would keep the memory
+            raise torch.OutOfMemoryError(f"its graph takes {grown >> 20} MiB of {whole >> 20} MiB")
+        self._pool = pool
+        self._in_pool.append(weakref.ref(graph))
+        return graph
+
+    def _replay(
+        self, graph: CapturedForward, own: Mapping[str, Any], may_answer: Callable[[], bool] = lambda: True
+    ) -> Any:
         """Return copies of the outputs of a replay, or None if ``may_answer()`` says so, which is asked while the GPU works."""
-        graph = known.graph
-        assert graph is not None, "asked with a graph only"
-        self._order.begin()
-        for kept, given in zip(graph.inputs, split(own)[0], strict=True):
-            kept.copy_(given)
-        graph.replay()
-        outputs = copied_outputs(graph.outputs) if may_answer() else None
-        self._order.end()
-        known.replays += outputs is not None
-        return outputs
+        self._order.begin(graph.inputs)
+        try:
+            for kept, given in zip(graph.inputs, split(own)[0], strict=True):
+                kept.copy_(given)
+            graph.replay()
+            return copied_outputs(graph.outputs) if may_answer() else None
+        finally:
+            self._order.end()
+
+    def _known(self) -> list[GraphedCall]:
+        """Return the forms so far, the one used last at the end."""
+        with self._lock:
+            return [*self._forms.values()]
 
     def _make_room(self, known: GraphedCall) -> None:
-        """Drop the graphs that were used least recently, if there would be too many with a new one."""
-        with self._lock:
-            others = [one for one in self._forms.values() if one.graph is not None and one is not known]
-            self._drop(others[: max(0, len(others) + 1 - MAX_GRAPHS)])
+        """Drop the graphs that were used least recently, if a new one would make too many, or hold too much."""
+        others = [one for one in self._known() if one.graph is not None and one is not known]
+        held = [_bytes_of((one.graph.inputs, one.graph.outputs)) for one in others if one.graph is not None]
+        first = max(0, len(others) + 1 - MAX_GRAPHS)
+        while sum(held[first:]) > MAX_HELD_BYTES - MAX_OUTPUT_BYTES:
+            first += 1
+        self._drop(others[:first])
+
+    def _drop_all(self) -> None:
+        self._drop(self._known())
 
     def _drop(self, dropped: list[GraphedCall]) -> None:
         """Free graphs, and forget what their proofs have shown."""
@@ -332,9 +423,9 @@ class ForwardGraphs:
 class Weights:
     """The addresses of a model's weights. A replay reads them, so it must not run if their memory may have another owner."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
         """Note where the weights are. A module that is replaced lives on until the next :class:`Weights` of its model."""
-        holders = [held for module in submodules(model) for held in (module._parameters, module._buffers)]
+        holders = [held for module in modules for held in (module._parameters, module._buffers)]
         self._places = [
             (held, name, value.data_ptr()) for held in holders for name, value in held.items() if value is not None
         ]
@@ -359,9 +450,15 @@ class _Order:
         self._device = device
         self._end: Any = None
 
-    def begin(self) -> None:
+    def begin(self, inputs: list[torch.Tensor]) -> None:
+        """Begin a replay that reads these inputs. If they are freed, their memory waits for it too."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
         if self._end is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._end)
+            stream.wait_event(self._end)
+        for one in inputs:
+            one.record_stream(stream)
 
     def end(self) -> None:
         if self._device.type == "cuda":
@@ -407,6 +504,8 @@ def why_not_inputs(inputs: Mapping[str, Any], device: torch.device) -> str:
             left += [(name, one) for one in (value.values() if type(value) is dict else value)]
         elif type(value) is torch.Tensor:
             tensors += 1
+            if value.is_nested or value.layout is not torch.strided:
+                return f"{name} is nested or sparse"
             if value.device != device or value.requires_grad:
                 return f"{name} is on another device, or needs a gradient"
         elif type(value) not in PLAIN:
@@ -432,6 +531,7 @@ def _mask_that_hides(inputs: Mapping[str, Any], pad: int | None) -> bool:
 
 
 def _pad_of(model: Any) -> int | None:
+    """Return the token that fills up short sequences, as of now: callers set it late, if a tokenizer has none."""
     found = getattr(getattr(model, "config", None), "pad_token_id", None)
     return found if isinstance(found, int) else None
 
@@ -446,27 +546,34 @@ def _with_other_contents(inputs: Mapping[str, Any]) -> dict[str, Any]:
     shape = ids.shape if isinstance(ids, torch.Tensor) else None
 
     def other(value: Any) -> Any:
-        if type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor or value is inputs.get(DECODER.positions):
             return value
         if shape is not None and len(shape) == 2 and value.shape[:2] == shape:
             return value.roll(1, dims=1)
-        return value.flip(-1) if value.is_floating_point() and value.ndim > 2 else value
+        # Few numbers may be the corners of a box, which have an order.
+        return value.flip(-1) if value.is_floating_point() and value.ndim > 2 and value.shape[-1] > 4 else value
 
     return {name: other(value) for name, value in inputs.items()}
 
 
-def _why_not_proven(forward: Callable[..., Any], contents: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def _why_not_proven(
+    forward: Callable[..., Any], contents: list[tuple[dict[str, Any], dict[str, Any]]], device: torch.device
+) -> str:
     """Return the reason why a graph would not compute what forwards do; empty if it would.
 
     Args:
         forward: of the model.
-        contents: the inputs as the caller gives them, and those of a graph, for some contents.
+        contents: the inputs as the caller gives them, and those of a graph, for some contents. They stay as they are.
+        device: of the model.
     """
     for given, own in contents:
-        first = forward(**given)
-        if reason := why_not_outputs(first):
+        kept = copied_outputs(given)
+        first = forward(**kept)
+        if reason := why_not_outputs(first, device):
             return reason
-        if not _are_same(first, forward(**own)):
+        if not _are_same(kept, given):
+            return "its forward changes its inputs"
+        if not _are_same(first, forward(**copied_outputs(own))):
             return "it computes something else without a mask, or its kernels are not deterministic"
     return ""
 
@@ -474,20 +581,24 @@ def _why_not_proven(forward: Callable[..., Any], contents: list[tuple[dict[str, 
 # ---- outputs --------------------------------------------------------------------------------------
 
 
-def why_not_outputs(outputs: Any) -> str:
-    """Return the reason why outputs cannot be copied; empty if they can."""
-    tensors, reason = list[torch.Tensor](), ""
+def why_not_outputs(outputs: Any, device: torch.device) -> str:
+    """Return the reason why outputs on a device cannot be copied after a replay; empty if they can."""
+    reason = ""
     for value in _members(outputs):
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
+            if value.device != device:  # a copy on the host would not wait for the GPU
+                reason = reason or "it returns a tensor on another device"
             if type(value) is not torch.Tensor or value.requires_grad:
                 reason = reason or "it returns a weight, or a tensor of another class"
         elif type(value) not in PLAIN:
             reason = reason or f"it returns a {type(value).__name__}"
-    size = sum(one.nbytes for one in tensors)
-    if size > MAX_OUTPUT_BYTES:
+    if (size := _bytes_of(outputs)) > MAX_OUTPUT_BYTES:
         return f"its outputs take {size >> 20} MiB, more than {MAX_OUTPUT_BYTES >> 20}"
     return reason
+
+
+def _bytes_of(outputs: Any) -> int:
+    return sum(one.nbytes for one in _members(outputs) if isinstance(one, torch.Tensor))
 
 
 def _members(outputs: Any) -> list[Any]:
@@ -526,9 +637,7 @@ def _are_same(one: Any, other: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return has_same_bits(one, other)
 
 
 def copied_outputs(value: Any, memo: dict[int, torch.Tensor] | None = None) -> Any:

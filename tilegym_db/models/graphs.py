@@ -7,14 +7,17 @@ its graphs are dropped once the model has other weights or settings.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -64,6 +67,10 @@ class GraphedCall:
         """Remember a reason that may pass, such as too little memory, and when to try again."""
         self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
 
+    def begin_anew(self) -> None:
+        """Time forwards again, because the model is another one now."""
+        self.runs, self.times = 0, {"eager": [], "replay": []}
+
     def count(self) -> None:
         """Count one forward more, and forget a reason that has lasted long enough."""
         self.runs += 1
@@ -112,6 +119,7 @@ def stopwatch_of_events(device: torch.device) -> Callable[[], Callable[[], float
 
 PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_TENSORS = (torch.nn.Parameter, torch.Tensor)
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -126,42 +134,84 @@ def submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return tensors and settings of modules, for comparison with a later state.
+def state_of(
+    modules: Iterable[torch.nn.Module], configs: Iterable[Any], *, attributes: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Return tensors and settings of modules, for comparison with a later state. No module is held.
 
-    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
-    numbers, names, flags and functions, such as the adapter in use.
+    They are places of weights and buffers, classes of modules and their forwards, and plain attributes of modules and configs:
+    numbers, names, flags and functions, such as the adapter in use. With ``attributes``, tensors that are plain attributes too.
     """
+    kinds = (*_CODE, torch.Tensor) if attributes else _CODE
     tensors, settings = list[Any](), list[Any]()
+    one: Any
     for module in modules:
         for held in (module._parameters, module._buffers):
-            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
-        settings.append(type(module))
-        _add_settings(vars(module), settings)
+            for one in held.values():
+                if type(one) in _TENSORS:  # most of them, so they take no call
+                    tensors += one.data_ptr(), one.dtype, one.shape, one.stride()
+                elif one is not None:
+                    tensors += place_of(one)
+        settings += type(module), type(module).forward
+        _add_settings(vars(module), settings, kinds)
     for config in configs:
-        _add_settings(vars(config), settings)
+        _add_settings(vars(config), settings, kinds)
     return tensors, settings
 
 
-def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is, and how it lies there; of a tensor that consists of others, where these are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return tuple(place_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any], kinds: tuple[type, ...]) -> None:
     for name, value in attributes.items():
         if name in _OF_EVERY_MODULE:
             continue
-        if type(value) in PLAIN or isinstance(value, _CODE):
+        if (kind := type(value)) in PLAIN:  # most of them, so they take no call
             settings += name, value
-        elif type(value) in (list, tuple, dict, set) and value:
-            members = list(value.items() if type(value) is dict else value)
-            flat = [one for pair in members for one in pair] if type(value) is dict else members
-            if all(type(one) in PLAIN for one in flat):
+        elif isinstance(value, kinds):
+            settings += name, _setting(value)
+        elif kind in (list, tuple, dict, set) and value:
+            members = [one for pair in value.items() for one in pair] if kind is dict else list(value)
+            if all([type(one) in PLAIN for one in members]):
                 settings += name, members
+            elif all([type(one) in PLAIN or isinstance(one, kinds) for one in members]):
+                settings += name, [_setting(one) for one in members]
 
 
-def state_or_reason(model: torch.nn.Module, kind: str) -> tuple[Any, str]:
+def _setting(value: Any) -> Any:
+    """Return what is compared of a plain attribute."""
+    if isinstance(value, torch.Tensor):
+        return place_of(value)
+    if isinstance(value, MethodType):  # without its module, which would be part of a cycle until a garbage collection
+        return value.__func__, id(value.__self__)
+    return value
+
+
+def _configs_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Return the configs of modules and the configs in them, each once: a part of a model may have another than the whole."""
+    found = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
+    left = [*found.values()]
+    for config in left:  # it grows
+        for value in vars(config).values():
+            if hasattr(value, "get_text_config") and id(value) not in found:
+                found[id(value)] = value
+                left.append(value)
+    return left
+
+
+def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = False) -> tuple[Any, str]:
     """Return what the forwards of a model read on the host, and the reason why none may be a replay now; empty if they may.
 
     Args:
         model: of transformers, or another module.
         kind: of the device that its graphs are for, such as cuda.
+        attributes: also look at tensors that are plain attributes. A forward must not replace them, or each state is another.
     """
     modules = submodules(model)
     if any([has_hooks(module) for module in modules]):
@@ -169,23 +219,26 @@ def state_or_reason(model: torch.nn.Module, kind: str) -> tuple[Any, str]:
     now = next((parameter.device.type for parameter in model.parameters()), "")
     if now != kind:
         return None, f"the model has moved from {kind} to {now}"
-    config: Any = getattr(model, "config", None)
-    configs = [] if config is None else [config]
-    if hasattr(config, "get_text_config"):
-        configs.append(config.get_text_config(decoder=True))
-    return state_of(modules, configs), ""
+    below = [vars(cls).get("forward") for cls in type(model).__mro__]  # that of a patched class calls the one below
+    return (state_of(modules, _configs_of(modules), attributes=attributes), below), ""
 
 
 def numerics_now() -> tuple[Any, ...]:
     """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
     cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    # The public getters raise an error if a caller has used both the older and the newer names of these settings.
+    precision = torch._C._get_fp32_precision_getter
     return (
-        torch.get_float32_matmul_precision(),
+        *(precision("cuda", operation) for operation in ("matmul", "conv", "rnn")),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.enabled,
+        cuda.matmul.allow_fp16_accumulation,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
@@ -201,9 +254,16 @@ def has_modes() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def undisturbed(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose forwards take no random numbers from those that the caller gets."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Make a context whose forwards take no random numbers from those that the caller gets, also of Python and NumPy."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def why_changed(model: Any, decide: Callable[[], str]) -> str:
@@ -211,13 +271,25 @@ def why_changed(model: Any, decide: Callable[[], str]) -> str:
 
     What they put there is taken out again.
     """
-    places = [place for module in model.modules() for place in (vars(module), module._buffers)]
+    modules = list(model.modules())
+    places = [place for module in modules for place in (vars(module), module._buffers)]
     before = [dict(place) for place in places]
+    inside = [
+        (name, value, _copy_of(value))
+        for place in places
+        for name, value in place.items()
+        if name not in _OF_EVERY_MODULE and type(value) in (list, dict, set, torch.Tensor)
+    ]
     try:
         reason = decide()
     finally:
         changed = [name for place, was in zip(places, before, strict=True) for name in _put_back(place, was)]
+        changed += [name for name, value, was in inside if _put_back_inside(value, was)]
     return reason or (f"its forward changes {', '.join(sorted({*changed}))} of its modules" if changed else "")
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
@@ -231,10 +303,35 @@ def _put_back(place: dict[str, Any], was: Mapping[str, Any]) -> list[str]:
     return changed
 
 
+def _put_back_inside(value: Any, was: Any) -> bool:
+    """Make a tensor or a container what it was before, in place; return True if it was not."""
+    if isinstance(value, torch.Tensor):
+        if is_changed := not has_same_bits(value, was):
+            value.copy_(was)
+        return is_changed
+    is_same = all(map(_is_same, _flat(value), _flat(was))) if type(value) is not set else value == was
+    if len(value) == len(was) and is_same:
+        return False
+    value.clear()
+    (value.extend if type(value) is list else value.update)(was)
+    return True
+
+
+def _flat(container: Any) -> list[Any]:
+    return [one for pair in container.items() for one in pair] if type(container) is dict else list(container)
+
+
 def _is_same(value: Any, other: Any) -> bool:
     if value is other or isinstance(value, MethodType):  # a method is made anew when a call site ends
         return True
     return type(value) is type(other) and isinstance(value, int | float | str) and bool(value == other)
+
+
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have the same values, where not a number is like not a number. It waits for the device."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # ---- capture --------------------------------------------------------------------------------------
@@ -269,7 +366,7 @@ def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]
 
 
 def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
-    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`_split` does."""
+    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`split` does."""
     if isinstance(inputs, torch.Tensor):
         kept.append(inputs.clone())
         return kept[-1]
@@ -296,6 +393,8 @@ def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> Capture
     graph = torch.cuda.CUDAGraph()
     held = {name: inputs[name] for name in HELD if name in inputs}
     where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
-    with _capturing, where, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    # A capture that cannot begin or end may leave its own stream as the current one, so this one is set again.
+    stream = torch.cuda.stream(torch.cuda.current_stream(kept[0].device))
+    with _capturing, where, stream, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = model(**given, **held)
     return CapturedForward(graph.replay, kept, outputs)
