@@ -65,6 +65,31 @@ def test_what_else_holds_the_output_is_no_reason(sums: Catalog, build: Any, prom
     assert all(torch.equal(one, want) for one, want in zip(kept, before, strict=True))
 
 
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hooks_of_the_backward_are_called(
+    register: str, of_all: bool, sums: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids, seen = build().train(), prompt(2), list[str]()
+    layer, called = model.model.layers[0], lambda module, *_: seen.append(type(module).__name__)
+    if of_all:
+        handles = [getattr(torch.nn.modules.module, register.replace("_full", "_module_full"))(called)]
+    else:
+        handles = [getattr(one, register)(called) for one in (layer.post_attention_layernorm, layer.mlp.act_fn)]
+    try:
+        stock = gradients(model, ids)
+        wanted = sorted(seen)
+        seen.clear()
+        with patched(model, catalog=sums):
+            assert_close(gradients(model, ids), stock, torch.float32)
+    finally:
+        for one in handles:
+            one.remove()
+    assert {"LlamaRMSNorm", "SiLUActivation"} <= set(wanted)
+    assert sorted(seen) == wanted
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_checkpoints_run_the_sum_twice(reentrant: bool, sums: Catalog, build: Any, prompt: Any) -> None:
