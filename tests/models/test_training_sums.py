@@ -69,9 +69,7 @@ def test_what_else_holds_the_output_is_no_reason(sums: Catalog, build: Any, prom
 @pytest.mark.parametrize("of_all", [False, True])
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_hooks_of_the_backward_are_called(
-    register: str, of_all: bool, sums: Catalog, build: Any, prompt: Any
-) -> None:
+def test_hooks_of_the_backward_are_called(register: str, of_all: bool, sums: Catalog, build: Any, prompt: Any) -> None:
     model, ids, seen = build().train(), prompt(2), list[str]()
     layer, called = model.model.layers[0], lambda module, *_: seen.append(type(module).__name__)
     if of_all:
