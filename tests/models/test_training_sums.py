@@ -174,7 +174,7 @@ def test_gradients_that_operands_keep_share_no_memory(sums: Catalog) -> None:
     with patched(layer, catalog=sums, ops=["fused_add_rms_norm"]) as handle:
         for got, want in zip(kept(), stock, strict=True):
             torch.testing.assert_close(got, want)
-        (one, other), embedded = given.clone().requires_grad_(), given[0].clone().requires_grad_()
+        (one, _other), embedded = given.clone().requires_grad_(), given[0].clone().requires_grad_()
         layer(one, embedded)[1].sum().backward()
     (site,) = (site for site in handle.report().sites if site.kind == "add_norm")
     assert (dict(site.bypassed), handle.report().hits()["add_rms_norm"]) == ({LEAVES: 2}, 1)

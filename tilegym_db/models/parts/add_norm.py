@@ -48,7 +48,7 @@ AFTER = ("norm",)
 """A layer is found by the norms in it."""
 OPERANDS = 2
 DROPPED = "the layer drops the sum, whose gradient would be zeros that a kernel reads; the norm is served alone"
-LEAVES = "both operands keep a gradient of their own, and one kernel would write both into the same memory"
+LEAVES = "both operands are leaves, and one kernel would write the gradients of both into the same memory"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
