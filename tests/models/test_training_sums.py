@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_db import Catalog, patched
-from tilegym_db.models.parts.add_norm import DROPPED
+from tilegym_db.models.parts.add_norm import DROPPED, LEAVES
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # model -> the sums of its layers, which are all but the first of two layers, and their number
@@ -63,6 +64,29 @@ def test_what_else_holds_the_output_is_no_reason(sums: Catalog, build: Any, prom
         assert_close(gradients(model, ids), stock, torch.float32)
     assert handle.report().hits()["add_rms_norm"] == 2
     assert all(torch.equal(one, want) for one, want in zip(kept, before, strict=True))
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hooks_of_the_backward_are_called(register: str, of_all: bool, sums: Catalog, build: Any, prompt: Any) -> None:
+    model, ids, seen = build().train(), prompt(2), list[str]()
+    layer, called = model.model.layers[0], lambda module, *_: seen.append(type(module).__name__)
+    if of_all:
+        handles = [getattr(torch.nn.modules.module, register.replace("_full", "_module_full"))(called)]
+    else:
+        handles = [getattr(one, register)(called) for one in (layer.post_attention_layernorm, layer.mlp.act_fn)]
+    try:
+        stock = gradients(model, ids)
+        wanted = sorted(seen)
+        seen.clear()
+        with patched(model, catalog=sums):
+            assert_close(gradients(model, ids), stock, torch.float32)
+    finally:
+        for one in handles:
+            one.remove()
+    assert {"LlamaRMSNorm", "SiLUActivation"} <= set(wanted)
+    assert sorted(seen) == wanted
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -120,3 +144,37 @@ def test_a_layer_that_drops_the_sum_has_its_norm_alone_served(sums: Catalog) -> 
     assert (hits.get("add_layer_norm", 0), hits["layer_norm"], hits["layer_norm_backward"]) == (0, 6, 6)
     reasons = {text for site in handle.report().sites for text in site.bypassed}
     assert DROPPED in reasons
+
+
+class Passing(torch.nn.Module):
+    """A layer that gets both operands, as one that passes on the residual stream beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(64)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + hidden
+        normed = self.norm(total)
+        return normed, total
+
+
+def test_gradients_that_operands_keep_share_no_memory(sums: Catalog) -> None:
+    torch.manual_seed(0)
+    layer, given = Passing().train(), torch.randn(2, 2, 3, 64)
+
+    def kept() -> list[torch.Tensor]:
+        operands = [one.clone().requires_grad_() for one in given]
+        for _ in range(2):
+            normed, total = layer(*operands)
+            (normed.square().sum() + total.sum()).backward()
+        return [one.grad for one in operands]  # type: ignore[misc]
+
+    stock = kept()
+    with patched(layer, catalog=sums, ops=["fused_add_rms_norm"]) as handle:
+        for got, want in zip(kept(), stock, strict=True):
+            torch.testing.assert_close(got, want)
+        (one, _other), embedded = given.clone().requires_grad_(), given[0].clone().requires_grad_()
+        layer(one, embedded)[1].sum().backward()
+    (site,) = (site for site in handle.report().sites if site.kind == "add_norm")
+    assert (dict(site.bypassed), handle.report().hits()["add_rms_norm"]) == ({LEAVES: 2}, 1)

@@ -288,14 +288,20 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
 
 _hooks_of_all = torch.nn.modules.module._global_forward_hooks
 _pre_hooks_of_all = torch.nn.modules.module._global_forward_pre_hooks
+_backward_hooks_of_all = torch.nn.modules.module._global_backward_hooks
+_backward_pre_hooks_of_all = torch.nn.modules.module._global_backward_pre_hooks
 
 
 def has_hooks(module: Any) -> bool:
     """Return True if a call of a module does more than its class's forward.
 
-    It has hooks, or hooks are registered for all modules, or it has a forward on the instance.
+    It has hooks, or hooks are registered for all modules, or it has a forward on the instance. Hooks of the backward count
+    where one may follow: a checkpoint that re-enters autograd runs training without gradients first.
     """
     if module._forward_hooks or module._forward_pre_hooks or _hooks_of_all or _pre_hooks_of_all:
+        return True
+    of_backward = module._backward_hooks or module._backward_pre_hooks
+    if (of_backward or _backward_hooks_of_all or _backward_pre_hooks_of_all) and (_grad_enabled() or module.training):
         return True
     own = module.__dict__.get("forward")
     return own is not None and not _is_of_class(module, own)

@@ -61,7 +61,7 @@ def _rms_norm_backward_rows(
             grad_out_ptr + rows * grad_out_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
-        normed = x * rstd
+        normed = tl.where(mask, x * rstd, 0.0)  # beyond the last row rstd may be infinite, where eps is 0
         given = tl.load(
             grad_total_ptr + rows * grad_total_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)

@@ -48,6 +48,7 @@ AFTER = ("norm",)
 """A layer is found by the norms in it."""
 OPERANDS = 2
 DROPPED = "the layer drops the sum, whose gradient would be zeros that a kernel reads; the norm is served alone"
+LEAVES = "both operands are leaves, and one kernel would write the gradients of both into the same memory"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -154,6 +155,11 @@ def _needs_gradient(*values: Any) -> bool:
     return any([isinstance(value, torch.Tensor) and value.requires_grad for value in values])
 
 
+def _are_leaves(residual: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Return True if autograd keeps the gradient of both operands. It takes views of one tensor as they are, without a copy."""
+    return residual.is_leaf and hidden.is_leaf and residual.requires_grad and hidden.requires_grad
+
+
 def add_norm_function(
     site: CallSite, attributes: Sequence[str | float], norm_class: type, weights: Sequence[int] = (0,)
 ) -> Callable[..., Any]:
@@ -212,6 +218,8 @@ def add_norm_function(
                     site.bypass(NOT_PLAIN)
                 elif not keeps_sum:
                     site.bypass(DROPPED)
+                elif _are_leaves(residual, hidden):
+                    site.bypass(LEAVES)
                 elif (made := trained(norm.training, kept, residual, hidden)) is not None:
                     return made
             elif type(residual) is not torch.Tensor or not is_owned(box):
