@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from tilegym_db.errors import HardwareError, check_kind, did_you_mean
+from tilegym_db.errors import HardwareError, did_you_mean
 
 CPU = "cpu"
 
@@ -221,9 +221,7 @@ def parse_gpu(text: str, known: Iterable[str] = ()) -> str:
 
     Raises:
         HardwareError: the GPU is unknown; the message lists the known ones.
-        UsageError: it is no text, such as the number of a device.
     """
-    check_kind(text, str, "gpu is the name of a kind of GPU, such as 'h200'")
     name = text.strip().lower()
     here = set(known)
     names = {*GPU_SLUGS, *(gpu_family(slug) for slug in GPU_SLUGS), *here}

@@ -403,7 +403,10 @@ def stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[...
 
 
 def _is_this_machine(asked: str | None) -> bool:
-    return asked is None or asked.strip().lower() == "auto"
+    if asked is None:
+        return True
+    check_kind(asked, str, "gpu is the name of a kind of GPU, such as 'h200'")
+    return asked.strip().lower() == "auto"
 
 
 def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
