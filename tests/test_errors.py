@@ -64,7 +64,7 @@ def test_refused_record_keeps_nothing_of_its_callers() -> None:
     assert held() is None
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "rmsnorm", "rms-norm", "RMS_NORM"])
+@pytest.mark.parametrize("name", ["RMSNorm", "rmsnorm", "rms-norm", "RMS_NORM", "rms norm", "RMS.Norm", "rms_norm "])
 def test_another_spelling_of_a_name_is_the_only_suggestion(name: str) -> None:
     assert did_you_mean(name, ["gated_rms_norm", "rms_norm", "rms_norms"]) == " Did you mean 'rms_norm'?"
     assert did_you_mean("rms_nrom", ["rms_norm"]) == " Did you mean 'rms_norm'?"

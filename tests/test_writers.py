@@ -136,7 +136,9 @@ def landed(place: Place, name: str, key: str) -> bool:
 
 
 # Processes that are killed; a kill of the loop is tried daily.
-@pytest.mark.turn("tilegym_db/store/", "tilegym_db/catalog/", "tilegym_db/files.py")
+@pytest.mark.turn(
+    "tilegym_db/store/", "tilegym_db/catalog/", "tilegym_db/files.py", "tilegym_db/published/", "tests/writing.py"
+)
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPWISE)
@@ -158,7 +160,7 @@ def test_killed_writer_loses_nothing_and_its_work_repeats(name: str, place: Plac
 
 
 # Processes that are killed; a kill of the loop is tried daily.
-@pytest.mark.turn("tilegym_db/store/", "tilegym_db/files.py")
+@pytest.mark.turn("tilegym_db/store/", "tilegym_db/files.py", "tilegym_db/published/", "tests/writing.py")
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", BY_TIME)

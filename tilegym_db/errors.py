@@ -166,7 +166,7 @@ def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'rms_norm'?`` with the nearest known names, or an empty string.
 
-    A name that differs by case, underscores and dashes alone, such as ``RMSNorm``, is the only suggestion.
+    A name that differs by case and punctuation alone, such as ``RMSNorm``, is the only suggestion.
     """
     known = list(known)
     close = [match for match in known if _letters(match) == _letters(name)]
@@ -177,7 +177,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 ALLOCATION_FAILURES = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")

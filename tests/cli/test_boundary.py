@@ -181,7 +181,7 @@ def test_a_statement_that_is_no_text_is_refused(cli, content, message, monkeypat
 
 
 # Waits 4 s; the interrupts beside it are sent daily.
-@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/store/asking.py")
+@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/store/asking.py", "tilegym_db/store/connection.py")
 def test_an_interrupt_ends_a_query(environment):
     assert run(environment, "sql", "SELECT 1").returncode == 0  # makes the store
     with subprocess.Popen([*COMMAND, "sql", SLOW_QUERY], env=environment, stderr=subprocess.PIPE, text=True) as process:

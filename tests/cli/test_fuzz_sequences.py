@@ -337,7 +337,7 @@ class Sequences(RuleBasedStateMachine):
         assert len(rows) == len(self.traces)
 
 
-@pytest.mark.turn("tilegym_db/store/filling.py", "tilegym_db/store/journal.py")  # single commands are fuzzed daily
+@pytest.mark.turn("tilegym_db/store/")  # single commands are fuzzed daily
 def test_sequence_of_commands_and_faults_loses_nothing(
     row_scale: Path, journal_traces: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:

@@ -14,7 +14,13 @@ from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 
 # A static cache is compiled daily in test_compiled.py.
-pytestmark = [pytest.mark.slow, pytest.mark.sweep(4), pytest.mark.turn("tilegym_db/models/decoding.py")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sweep(4),
+    pytest.mark.turn(
+        "tilegym_db/models/decoding.py", "tilegym_db/models/call_site.py", "tilegym_db/models/operators.py"
+    ),
+]
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "qwen3_moe")
 PROMPTS = [prompt(2, 7, seed) for seed in (0, 1)]

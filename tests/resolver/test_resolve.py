@@ -56,6 +56,21 @@ def test_sizes_of_numpy_are_taken(shop: Any, publish_kernel: Callable[..., None]
             resolve("scale_rows", axes={"M": wrong, "N": 8}, gpu="cpu", catalog=shop.catalog, **FLOAT32)
 
 
+def test_numbers_of_numpy_are_held_to_the_verified_range() -> None:
+    call: dict[str, Any] = {"axes": {"M": 4, "N": 4096}, "dtypes": {"T": "bfloat16"}, "gpu": "h200"}
+    assert not resolve("rms_norm", **call, scalars={"eps": numpy.float64(1e-5)}).is_stock
+    for outside in (1, 1.0, numpy.int64(1), numpy.float32(1.0)):
+        assert resolve("rms_norm", **call, scalars={"eps": outside}).is_stock
+    for wrong in (numpy.True_, [1e-5], torch.tensor(1e-5)):
+        with raises(UsageError, "scalar_expected"):
+            resolve("rms_norm", **call, scalars={"eps": wrong})
+
+
+def test_number_of_a_device_is_no_kind_of_gpu(shop: Any) -> None:
+    with raises(UsageError, "argument_type", "'h200'"):
+        resolve("scale_rows", axes={"M": 4, "N": 8}, gpu=0, catalog=shop.catalog, **FLOAT32)  # type: ignore[arg-type]
+
+
 def test_where_nothing_is_verified_the_stock_solution_runs(shop: Any, stock: Any) -> None:
     x, weight, out = torch.ones(4, 8), torch.ones(8), torch.zeros(4, 8)
     resolved = resolve("scale_rows", like=(x, weight, 0.5), catalog=shop.catalog)

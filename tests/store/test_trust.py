@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, RecordError
 from tilegym_db.published.input_files import LOCK_NAME
-from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line
+from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line, sorted_snapshots
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
@@ -71,6 +71,24 @@ def test_signature_of_another_installation_or_line_is_invalid(opened, home, trac
     with opened() as store:
         ingest(store, [path])
         assert store.rows(ORIGINS) == [{"origin": "foreign", "trusted": False, "n": 2}]
+
+
+def test_each_line_of_a_mixed_file_counts_once(opened, home, trace, tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(
+        signed_line(home, trace().to_json()) + b"".join(t.to_json().encode() + b"\n" for t in (trace(), trace()))
+    )
+    with opened() as store:
+        report = ingest(store, [path])
+        assert (report.added, report.known) == (3, 0)
+        assert report.notes[0].startswith("2 traces were not signed")
+
+
+def test_shipped_folder_makes_one_batch_without_foreign_lines(published, home, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (batch,) = sorted_snapshots([published], home, scratch).batches
+    assert (batch.origin, batch.lines, len(batch.files)) == ("shipped", 2, 2)
 
 
 def test_foreign_traces_are_shown_but_not_used_until_trusted(opened, trace, tmp_path, root):

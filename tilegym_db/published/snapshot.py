@@ -318,7 +318,7 @@ class _Sorter:
 
     def write(self, lines: Iterable[bytes], origin: Origin, source: Path, *, trusted: bool | None = None) -> None:
         content = b"".join(lines)
-        count = sum(not line.isspace() for line in content.splitlines())
+        count = sum(bool(line.strip()) for line in content.splitlines())  # b"".isspace() is False
         if count:
             path = self.scratch / f"{next(self._numbers)}.jsonl"
             try:
@@ -342,7 +342,8 @@ class _Sorter:
         """Write the foreign lines apart from the others, with blank lines in their places to keep the line numbers."""
         marked = list(zip(lines, is_foreign, strict=True))
         self.write((b"\n" if foreign else line for line, foreign in marked), origin, source)
-        self.write((line if foreign else b"\n" for line, foreign in marked), "foreign", source, trusted=trusted)
+        if any(is_foreign):
+            self.write((line if foreign else b"\n" for line, foreign in marked), "foreign", source, trusted=trusted)
 
     def batches(self) -> tuple[Batch, ...]:
         # Trusted origins come first: later batches find their ids taken.

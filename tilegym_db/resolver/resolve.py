@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
@@ -205,6 +205,7 @@ def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, 
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
         parts: dict[str, dict[str, Any]] = {name: dict(values or {}) for name, values in given.items()}
         parts["axes"] = {name: _size(value) for name, value in parts["axes"].items()}
+        parts["scalars"] = {name: _scalar(record, name, value) for name, value in parts["scalars"].items()}
         parts["dtypes"] = {name: str(value).removeprefix("torch.") for name, value in parts["dtypes"].items()}
         return Call(record.name, **parts)
     if any(given.values()):
@@ -218,6 +219,21 @@ def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, 
 def _size(value: Any) -> Any:
     """Return a whole number of another library, such as NumPy's, as Python's; other values as they are."""
     return operator.index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _scalar(definition: Definition, name: str, value: Any) -> Scalar:
+    """Return a number of another library as Python's, because only those are compared with verified ranges.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise UsageError(f"'{name}' of {definition.name} is a Python number, not {value!r}.", code="scalar_expected")
 
 
 def _record(definition: str | Definition, catalog: Catalog) -> Definition:
@@ -387,7 +403,10 @@ def stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[...
 
 
 def _is_this_machine(asked: str | None) -> bool:
-    return asked is None or asked.strip().lower() == "auto"
+    if asked is None:
+        return True
+    check_kind(asked, str, "gpu is the name of a kind of GPU, such as 'h200'")
+    return asked.strip().lower() == "auto"
 
 
 def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
