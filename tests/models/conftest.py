@@ -217,7 +217,7 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         return [{}, {"x": "strided"}, {"out": "strided"}, {"x": "strided", "out": "strided"}]
     if definition.serving is not None and definition.serving.part == "delta_rule":  # columns of one tensor
         return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
-    if definition.serving is not None and definition.serving.part == "relative_bias":  # heads last in memory
+    if definition.serving is not None and definition.serving.part == "distance_bias":  # heads last in memory
         return [{}, {"values": "strided", "out": "strided"}]
     if definition.serving is not None and definition.serving.part == "state_space":
         columns = [name for name in ("x", "Bmat", "Cmat") if name in tensors]

@@ -10,7 +10,7 @@ import torch
 from tilegym_db import patched
 from tilegym_db.models.call_site import AUTOCAST
 from tilegym_db.models.parts import index_scores
-from tilegym_db.models.parts.index_scores import NOT_POSITIVE, statements_of
+from tilegym_db.models.parts.indexer import NOT_POSITIVE, statements_of
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 
 OP = "index_scores"

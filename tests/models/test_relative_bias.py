@@ -10,7 +10,7 @@ import transformers
 
 from tilegym_db import patched
 from tilegym_db.models.parts import relative_bias
-from tilegym_db.models.parts.relative_bias import HOOKED, METHOD
+from tilegym_db.models.parts.distance_bias import HOOKED, METHOD
 
 OP = "relative_bias"
 TINY = {

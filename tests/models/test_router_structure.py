@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+from tilegym_db.models.call_site import AUTOCAST
 from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, OTHER_BIAS, UNDESCRIBED, choices
 
 EXPERTS, HIDDEN, CHOSEN = 8, 64, 3
@@ -151,6 +151,7 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
         with patched(torch.nn.ModuleList([module]), catalog=poison) as handle:
             assert all(torch.equal(got, want) for got, want in zip(asked(module), stock, strict=True))
         (site,) = handle.report().sites
+        assert not any(key.solution for one in site.training for key in one.keys)
         return set(site.bypassed)
 
     def with_grad(module: Any) -> list[torch.Tensor]:
@@ -160,8 +161,8 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
         with torch.autocast("cpu", torch.bfloat16):
             return call(module)
 
-    assert bypassed(router("MixtralTopKRouter").train(), call) == {IN_TRAINING}
-    assert bypassed(router("MixtralTopKRouter"), with_grad) == {NEEDS_GRAD}
+    assert bypassed(router("MixtralTopKRouter").train(), call) == set()  # it asked for a backward
+    assert bypassed(router("MixtralTopKRouter"), with_grad) == set()
     assert bypassed(router("MixtralTopKRouter"), in_autocast) == {AUTOCAST}
 
 

@@ -176,6 +176,7 @@ def add_norm_function(
     """
     inputs_of = norm_part.kept_by(tuple(attributes), tuple(weights))
     is_cast = norm_part.is_cast(norm_class)
+    first = weights[0] if weights else None
 
     def as_rows(residual: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         matrices = rows(residual), rows(hidden)
@@ -211,7 +212,7 @@ def add_norm_function(
         elif not site.falls_back(norm.training, hidden, residual, *(kept := inputs_of(norm, hidden))):
             if is_cast and is_autocast(hidden):
                 site.bypass(AUTOCAST)
-            elif not norm_part.are_plain(kept, weights):
+            elif first is not None and type(kept[first]) not in norm_part.PLAIN_WEIGHTS:
                 site.bypass(NOT_PLAIN)
             elif norm.training or (torch.is_grad_enabled() and _needs_gradient(residual, hidden, *kept)):
                 if type(residual) is not torch.Tensor:

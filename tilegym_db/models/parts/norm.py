@@ -39,6 +39,8 @@ from tilegym_db.records.definition_parts import ModelCode
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__, torch.nn.functional.layer_norm.__name__)
 MEAN_CALL, POWER_CALL = torch.mean.__name__, torch.pow.__name__
 """Code that calls both may also be a norm: a power of -0.5 is an inverse root."""
+PLAIN_WEIGHTS = (torch.nn.Parameter, torch.Tensor)
+"""Types of a weight that is whole: ``fully_shard`` leaves one part in this process outside of its hooks."""
 EPSILONS = (0.0, 1e-2)
 """A number between them in the code of a norm is its epsilon."""
 SHAPE = "normalized_shape"
@@ -233,11 +235,6 @@ def _is_drawable(weight: torch.Tensor) -> bool:
     return type(weight) is torch.Tensor or (tensors is not None and type(weight) is tensors.DTensor)
 
 
-def are_plain(kept: Sequence[Any], tensors: Iterable[int]) -> bool:
-    """Return True if the weights of a norm are whole: outside of its hooks, ``fully_shard`` leaves one part in this process."""
-    return all([type(kept[which]) in (torch.nn.Parameter, torch.Tensor) for which in tensors])
-
-
 def weights_of(definition: Definition) -> tuple[str, ...]:
     """Return the inputs of a norm that are tensors of its module: all tensors after the activation."""
     return definition.tensor_inputs[1:]
@@ -312,6 +309,7 @@ def norm_forward(
         is_cast: True if autocast changes the dtype that stock code returns, so that such calls are left to it.
     """
     tensors = tuple(weights)
+    first = tensors[0] if tensors else None
     inputs_of = kept_by(tuple(attributes), tensors)
 
     def traced(self: Any, x: torch.Tensor) -> torch.Tensor | None:
@@ -332,7 +330,7 @@ def norm_forward(
         kept = inputs_of(self, x)
         if site.falls_back(self.training, x, *kept):
             return None
-        if not are_plain(kept, tensors):
+        if first is not None and type(kept[first]) not in PLAIN_WEIGHTS:
             site.bypass(NOT_PLAIN)
             return None
         if is_cast and is_autocast(x):

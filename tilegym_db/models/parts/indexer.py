@@ -34,7 +34,7 @@ from tilegym_db.models.rewrite import parsed
 from tilegym_db.models.upstream_code import of_models, once_per_function, source_fingerprint, undecorated
 from tilegym_db.records.definition_parts import ModelCode
 
-KIND = "index_scores"
+KIND = "indexer"
 AGREES = are_close
 PRODUCT, DROPS = "torch.matmul", "relu"
 """The call that a first statement has, and the name of the function that drops negative products."""

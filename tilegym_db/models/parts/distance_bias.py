@@ -33,7 +33,7 @@ from tilegym_db.models.probe import Draw, Probe, device_of
 from tilegym_db.models.rewrite import is_name, method_calls
 from tilegym_db.models.upstream_code import of_models, undecorated
 
-KIND = "relative_bias"
+KIND = "distance_bias"
 AFTER = ("biased_attention", "cache")
 """The parts that count the calls of a forward in training, and that rewrite its other calls."""
 METHOD, TABLE = "compute_bias", "relative_attention_bias"
