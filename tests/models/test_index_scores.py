@@ -9,7 +9,7 @@ import torch
 
 from tilegym_db import patched
 from tilegym_db.models.call_site import AUTOCAST
-from tilegym_db.models.parts import index_scores
+from tilegym_db.models.parts import indexer
 from tilegym_db.models.parts.indexer import NOT_POSITIVE, statements_of
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 
@@ -19,7 +19,7 @@ MODELS = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 
 
 def row(handle: Any) -> Any:
-    (found,) = (one for one in handle.report().sites if one.kind == index_scores.KIND)
+    (found,) = (one for one in handle.report().sites if one.kind == indexer.KIND)
     return found
 
 

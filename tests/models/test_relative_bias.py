@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tilegym_db import patched
-from tilegym_db.models.parts import relative_bias
+from tilegym_db.models.parts import distance_bias
 from tilegym_db.models.parts.distance_bias import HOOKED, METHOD
 
 OP = "relative_bias"
@@ -40,7 +40,7 @@ def inputs(length: int = 17) -> dict[str, torch.Tensor]:
 
 
 def row(handle: Any) -> Any:
-    (found,) = (one for one in handle.report().sites if one.kind == relative_bias.KIND)
+    (found,) = (one for one in handle.report().sites if one.kind == distance_bias.KIND)
     return found
 
 
