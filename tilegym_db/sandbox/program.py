@@ -41,6 +41,8 @@ WATCHED_SHARE = 0.25
 """Share of the calls of a watched run whose outputs are compared; a few wrong calls among thousands should be found."""
 
 
+MAX_STRETCH = 5.0
+"""Maximum time of a run of calls, as a multiple of what it may use of a processor."""
 MAX_UNUSED_BYTES = 1 << 30
 """Memory that PyTorch may keep after a call on its own memory. It keeps some for each side stream, and gives none to another."""
 
@@ -172,19 +174,21 @@ class Worker:
         return {"mismatch": mismatch} if mismatch else {}
 
     def repeat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution on the listed slots in turn, ``count`` times in all or until ``seconds`` have passed.
+        """Call the Solution on the listed slots in turn, ``count`` times in all or until they have taken ``seconds``.
 
+        Time that a busy machine gives to others does not count, up to ``MAX_STRETCH`` of it: else it would see fewer calls.
         With several ``threads``, each takes some of the slots. Returned values are copied to the outputs of their slots. The
         answer has the number of calls. With a ``watched`` seed, the bytes of a share of the calls are compared with those of
         the first call of their slot, and the answer has the number of calls that differ.
         """
         order, threads, count = request["slots"], request["threads"], request["count"]
-        deadline, watch = time.monotonic() + request["seconds"], request.get("watched")
+        seconds, watch = request["seconds"], request.get("watched")
         chance, first, differing = random.Random(watch), dict[int, list[torch.Tensor]](), 0
 
         def calls(own: list[int]) -> int:  # the part of one thread
             nonlocal differing
             take_device(self.device)
+            deadline, used = time.monotonic() + MAX_STRETCH * seconds, time.thread_time()
             bound = [(self.slots[index], self._bound(self.slots[index])) for index in own]
             with torch.inference_mode():
                 for number in range(count * len(own) // len(order)):
@@ -195,7 +199,7 @@ class Worker:
                         if number < len(bound):
                             first[id(slot)] = [value.clone() for value in found]
                         differing += not all(map(same_bytes, first[id(slot)], found))
-                    if time.monotonic() > deadline:
+                    if time.thread_time() - used > seconds or time.monotonic() > deadline:
                         return number + 1
             return int(count * len(own) // len(order))
 
