@@ -396,8 +396,8 @@ def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
     """Hold ``<database>.lock``. The kernel releases it when the process ends for any reason.
 
     Raises:
-        StoreError: another process (or another store of this one) holds it for longer than ``timeout_s`` seconds, or
-            the folder cannot be written.
+        StoreError: another process (or another store of this one, as ``store_open_here``) holds it for longer than
+            ``timeout_s`` seconds, or the folder cannot be written.
     """
     path = _lock_file(database)
     consequence = "Measurements are not lost, they stay in the journals."

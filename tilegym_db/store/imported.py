@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
-from tilegym_db.files import write_atomically
+from tilegym_db.files import hold_lock, write_atomically
 from tilegym_db.published.input_files import imported_folder, imported_manifests
-from tilegym_db.store.connection import writer_lock
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -38,7 +37,8 @@ def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContex
     Raises:
         StoreError: another holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
     """
-    return writer_lock(imported_folder(home) / "manifests", timeout_s)
+    manifests = imported_folder(home) / "manifests"
+    return hold_lock(manifests.with_name("manifests.lock"), manifests, max(timeout_s, 0.0), "Nothing was changed.")
 
 
 def check_name(name: str) -> None:
