@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.partial_sums import SUM_COLUMNS, SUM_PARTS, cdiv
 
 # Up to this many columns a row, its gradient and two partial sums over rows stay in registers (8 values of each a thread at
 # 32 warps); longer rows are read four times.
@@ -10,9 +11,6 @@ MAX_REGISTER_COLUMNS = 8192
 LOOP_COLUMNS = 4096
 # Partial sums of a column block over some rows, where rows are long.
 PART_COLUMNS = 256
-# Of the partial sums that are added up at once, and of the columns that a program does that for.
-SUM_PARTS = 64
-SUM_COLUMNS = 32
 # The row's first value is subtracted before anything is summed, as in the forward.
 
 
@@ -201,10 +199,6 @@ def _sum_parts(
     tl.store(grad_bias_ptr + cols, tl.sum(shift_sums, axis=0, keep_dims=True).to(dtype), mask=in_row)
 
 
-def _cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)  # triton.cdiv costs microseconds a call
-
-
 def run(
     residual_out: torch.Tensor,
     weight: torch.Tensor,
@@ -240,9 +234,9 @@ def run(
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     is_long = N > MAX_REGISTER_COLUMNS
     block_m = BLOCK_M or (16 if is_long else max(1, 4096 // block_n))
-    tiles = _cdiv(M, block_m)
-    rows_per_part = _cdiv(tiles, PARTS) * block_m
-    parts = _cdiv(M, rows_per_part) if M else 0  # no part may be empty
+    tiles = cdiv(M, block_m)
+    rows_per_part = cdiv(tiles, PARTS) * block_m
+    parts = cdiv(M, rows_per_part) if M else 0  # no part may be empty
     partial = torch.empty((max(parts, 1), 2, N), dtype=torch.float32, device=residual_out.device)
     if parts and not is_long:
         warps = num_warps or min(32, max(1, block_m * block_n // (256 if block_m == 1 else 512)))
@@ -252,7 +246,7 @@ def run(
     elif parts:
         stats = torch.empty((M, 2), dtype=torch.float32, device=residual_out.device)
         _layer_norm_backward_long_row[(M,)](*tensors, stats, *strides, eps, N, LOOP_COLUMNS, num_warps=num_warps or 16)
-        _sum_columns_of_rows[(parts * _cdiv(N, PART_COLUMNS),)](
+        _sum_columns_of_rows[(parts * cdiv(N, PART_COLUMNS),)](
             residual_out,
             grad_out,
             stats,
@@ -265,4 +259,4 @@ def run(
             PART_COLUMNS,
             num_warps=4,
         )
-    _sum_parts[(_cdiv(N, SUM_COLUMNS),)](partial, grad_weight, grad_bias, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)
+    _sum_parts[(cdiv(N, SUM_COLUMNS),)](partial, grad_weight, grad_bias, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)
