@@ -34,8 +34,8 @@ from tilegym_db.models.forward_graphs import (
     MAX_UNPAID,
     ForwardGraphs,
     copied_outputs,
+    why_not_copied,
     why_not_inputs,
-    why_not_outputs,
 )
 from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
@@ -414,8 +414,8 @@ def test_a_replay_without_memory_frees_the_graphs():
 
 def test_a_failed_form_does_not_wait_for_its_mask(monkeypatch):
     looks: list[bool] = []
-    hides = forward_graphs._mask_that_hides
-    monkeypatch.setattr(forward_graphs, "_mask_that_hides", lambda *args: looks.append(True) or hides(*args))
+    hides = forward_graphs._needs_mask
+    monkeypatch.setattr(forward_graphs, "_needs_mask", lambda *args: looks.append(True) or hides(*args))
     model = encoder()
     graphs = in_graphs(model, MAX_MS + 1, MAX_MS + 1)
     for seed in range(MAX_EAGER_RUNS + UNTIL_REPLAY):
@@ -525,7 +525,7 @@ def test_inputs_of_a_graph_are_plain_tensors(value, reason):
 
 def test_outputs_on_another_device_have_no_graph():
     outputs = {"one": torch.ones(2), "other": torch.ones(2, device="meta")}
-    assert why_not_outputs(outputs, torch.device("cpu")) == "it returns a tensor on another device"
+    assert why_not_copied(outputs, torch.device("cpu")) == "it returns a tensor on another device"
 
 
 def test_newer_names_of_precision_are_settings_of_a_form():
@@ -591,7 +591,7 @@ def test_positions_that_begin_anew_keep_the_mask():
     assert graphs.report().replayed >= 1
 
 
-def test_a_mask_that_hides_nothing_may_make_a_difference():
+def test_a_needs_mask_nothing_may_make_a_difference():
     stock, model = encoder(), encoder()
     for one in (stock, model):
         of_class = type(one)

@@ -200,7 +200,7 @@ class ForwardGraphs:
         form = split(inputs)[1], torch.is_inference_mode_enabled(), numerics_now()
         if self._has_failed(form):
             return forward(**inputs)
-        hides = _mask_that_hides(inputs, _pad_of(model))
+        hides = _needs_mask(inputs, _pad_of(model))
         own = inputs if hides else _without_mask(inputs)
         with self._lock:
             known = self._of((*form, hides))
@@ -513,7 +513,7 @@ def why_not_inputs(inputs: Mapping[str, Any], device: torch.device) -> str:
     return "" if tensors else "it has no tensor"
 
 
-def _mask_that_hides(inputs: Mapping[str, Any], pad: int | None) -> bool:
+def _needs_mask(inputs: Mapping[str, Any], pad: int | None) -> bool:
     """Return True if there is a mask of tokens that the forward needs. It waits for the device, as transformers does.
 
     Without a mask, a forward may find what is hidden in the tokens, where some are padding, or in positions that begin anew for
@@ -569,7 +569,7 @@ def _why_not_proven(
     for given, own in contents:
         kept = copied_outputs(given)
         first = forward(**kept)
-        if reason := why_not_outputs(first, device):
+        if reason := why_not_copied(first, device):
             return reason
         if not _are_same(kept, given):
             return "its forward changes its inputs"
@@ -581,7 +581,7 @@ def _why_not_proven(
 # ---- outputs --------------------------------------------------------------------------------------
 
 
-def why_not_outputs(outputs: Any, device: torch.device) -> str:
+def why_not_copied(outputs: Any, device: torch.device) -> str:
     """Return the reason why outputs on a device cannot be copied after a replay; empty if they can."""
     reason = ""
     for value in _members(outputs):
