@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,26 @@ def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
         for value, was in on_device:
             value.copy_(was)
     return CapturedForward(replay, kept, outputs)
+
+
+def deciding_as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what makes a context in which transformers decides about masks as it does now: a replay keeps those decisions."""
+    masks = transformers.masking_utils
+    names = "is_tracing", "find_packed_sequence_indices"
+    now = [getattr(masks, name) for name in names]
+
+    @contextlib.contextmanager
+    def then() -> Iterator[None]:
+        before = [getattr(masks, name) for name in names]
+        try:
+            for name, decide in zip(names, now, strict=True):
+                setattr(masks, name, decide)
+            yield
+        finally:
+            for name, decide in zip(names, before, strict=True):
+                setattr(masks, name, decide)
+
+    return then
 
 
 _here = threading.local()

@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 from decoding_models import CONFIGS, made, prompt
-from host_graphs import NoWaiting, capturing
+from host_graphs import NoWaiting, capturing, deciding_as_now
 
 from tilegym_db.models import forward_graphs
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED
@@ -37,7 +37,7 @@ from tilegym_db.models.forward_graphs import (
     why_not_copied,
     why_not_inputs,
 )
-from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, state_or_reason
+from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, masks_as_before, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
 
 UNTIL_REPLAY = EAGER_RUNS + 2
@@ -76,13 +76,14 @@ def tensors_in(outputs: Any) -> list[torch.Tensor]:
 def again(forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
+    decided = deciding_as_now()
     with NoWaiting(), capturing():
         outputs = forward(**given)
     for value in tensors_in(outputs):
         value.zero_()  # a capture computes nothing
 
     def replay() -> None:
-        with NoWaiting(), capturing():
+        with NoWaiting(), capturing(), decided():
             found = forward(**given)
         for value, new in zip(tensors_in(outputs), tensors_in(found), strict=True):
             value.copy_(new)
@@ -168,6 +169,32 @@ def test_a_cache_of_a_replay_goes_on_as_that_of_stock():
     found = model(token, past_key_values=first.past_key_values)
     assert same(found, stock(token, past_key_values=expected.past_key_values))
     assert list(map(type, found.past_key_values.layers)) == list(map(type, expected.past_key_values.layers))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_capture_has_the_masks_of_a_forward(name, masked, monkeypatch):
+    model = encoder() if name == "bert" else made("llama")
+    in_graphs(model)
+    attention, masks = torch.nn.functional.scaled_dot_product_attention, set()
+
+    def seen(*args: Any, attn_mask: Any = None, **others: Any) -> Any:
+        masks.add(attn_mask is not None)
+        return attention(*args, attn_mask=attn_mask, **others)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    given = {"attention_mask": torch.ones(2, 7, dtype=torch.int64)} if masked else {}
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed), **given, **({} if name == "bert" else {"use_cache": False}))
+    assert masks == {False}
+
+
+def test_a_mask_that_hides_tokens_is_traced_in_a_capture():
+    masks = transformers.masking_utils
+    with capturing(), masks_as_before(has_positions=True):
+        assert masks.is_tracing(torch.ones(1, 4)) and not masks.is_tracing(None)
+        assert masks.find_packed_sequence_indices(torch.arange(4)[None]) is not None
+    assert not masks.is_tracing(torch.ones(1, 4))
 
 
 def test_outputs_stay_as_they_were_after_later_replays():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from decoding_models import CONFIGS, TINY, WINDOW, made, padded, prompt
-from host_graphs import NoWaiting, capturing, eager
+from host_graphs import NoWaiting, capturing, deciding_as_now, eager
 
 from tilegym_db.models import patch
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS
@@ -52,13 +52,14 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
 def again(forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
+    decided = deciding_as_now()
     with NoWaiting(), capturing():
         outputs = forward(**given)
     for value in tensors_of(outputs):
         value.zero_()  # a capture computes nothing
 
     def replay() -> None:
-        with NoWaiting(), capturing():
+        with NoWaiting(), capturing(), decided():
             found = forward(**given)
         for value, new in zip(tensors_of(outputs), tensors_of(found), strict=True):
             value.copy_(new)

@@ -37,6 +37,7 @@ from tilegym_db.models.graphs import (
     captured,
     has_modes,
     has_same_bits,
+    masks_as_before,
     numerics_now,
     split,
     state_or_reason,
@@ -344,7 +345,8 @@ class ForwardGraphs:
                     return
                 self._make_room(known)
                 run = _with_cache(forward, _empty_cache(model, forward(**own), self._device))
-                graph = self._capture(run, own)
+                with masks_as_before(has_positions=own.get(DECODER.positions) is not None):
+                    graph = self._capture(run, own)
                 for _, given in contents[::-1]:
                     if not _are_same(self._replay(graph, given), forward(**given)):
                         known.failed = "a replay does not give the bits of a forward"

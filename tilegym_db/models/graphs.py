@@ -380,6 +380,54 @@ def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
 _capturing = threading.Lock()
 
 
+class _OwnGraph(torch.cuda.CUDAGraph):
+    """A graph whose capture leaves the random numbers of the GPU to other threads.
+
+    A capture holds the state of the default generator, and then any other thread that draws numbers gets an error. So the generator
+    has another state while the capture begins. A forward that draws numbers itself cannot be captured.
+    """
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(state.clone_state())
+        try:
+            super().capture_begin(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(state)
+
+
+@contextlib.contextmanager
+def masks_as_before(*, has_positions: bool) -> Iterator[None]:
+    """Make a context for a capture in which transformers leaves out the masks that its forwards leave out before.
+
+    transformers looks at the contents of masks to see if they hide something, which no capture can do. But its releases up to 5.22
+    then build a mask even where the caller gives none, and all of them take positions that count from 0 for packed sequences.
+
+    Args:
+        has_positions: the caller gives positions, which may be those of packed sequences at a later replay.
+    """
+    from transformers import masking_utils as masks
+
+    thread = threading.get_ident()
+
+    def is_here() -> bool:
+        return threading.get_ident() == thread
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return traces(tensor) if tensor is not None or not is_here() else False
+
+    def sequences(position_ids: Any) -> Any:
+        return None if is_here() and not has_positions else find_sequences(position_ids)
+
+    traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
+    masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        masks.is_tracing, masks.find_packed_sequence_indices = traces, find_sequences
+
+
 def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> CapturedForward:
     """Capture a forward; its inputs are copies, which a replay reads again.
 
@@ -390,7 +438,7 @@ def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> Capture
     """
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
-    graph = torch.cuda.CUDAGraph()
+    graph = _OwnGraph()
     held = {name: inputs[name] for name in HELD if name in inputs}
     where = torch.cuda.device(kept[0].device)  # a graph has the work of the current GPU, which may be another
     # A capture that cannot begin or end may leave its own stream as the current one, so this one is set again.

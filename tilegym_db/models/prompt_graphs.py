@@ -30,6 +30,7 @@ from tilegym_db.models.graphs import (
     GraphedCall,
     Patience,
     Stopwatch,
+    masks_as_before,
     numerics_now,
     stopwatch_of_events,
     undisturbed,
@@ -250,7 +251,8 @@ class PromptGraphs:
                         known.tried = True
                         return None
                     self._make_room(known)
-                    known.graph = self._capture(forward, _filled_up(inputs, known.size))
+                    with masks_as_before(has_positions=False):  # positions count from 0: see _sees_all
+                        known.graph = self._capture(forward, _filled_up(inputs, known.size))
             except torch.OutOfMemoryError as error:
                 known.fail_for_now(first_line(error))
                 return None
