@@ -112,7 +112,8 @@ def measured(name: str, args: argparse.Namespace) -> Any:
         handles[way] = tilegym_db.patch(ways[way], graph_forwards=graphs)
     is_image = hasattr(stock.config, "image_size")
     shapes: Any = [(batch,) for batch in IMAGE_BATCHES] if is_image else TEXT_SHAPES
-    for shape in shapes[:1] if args.tiny else shapes:
+    longest = getattr(stock.config.get_text_config(), "max_position_embeddings", None) or 4096
+    for shape in shapes[:1] if args.tiny else [one for one in shapes if is_image or one[-1] <= longest]:
         yield {"model": name, "shape": shape, **_timed(ways, exact, shape, args)}
     report = handles["graphs"].report().forwards
     if report is not None:

@@ -192,7 +192,8 @@ def test_a_capture_has_the_masks_of_a_forward(name, masked, monkeypatch):
 def test_a_mask_that_hides_tokens_is_traced_in_a_capture():
     masks = transformers.masking_utils
     with capturing(), masks_as_before(has_positions=True):
-        assert masks.is_tracing(torch.ones(1, 4)) and not masks.is_tracing(None)
+        assert masks.is_tracing(torch.ones(1, 4))
+        assert not masks.is_tracing(None)
         assert masks.find_packed_sequence_indices(torch.arange(4)[None]) is not None
     assert not masks.is_tracing(torch.ones(1, 4))
 

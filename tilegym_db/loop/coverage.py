@@ -101,7 +101,7 @@ def request_of(question: Question, catalog: Catalog, gpu: str) -> Request:
     definition = catalog.definition(question.definition)
     layouts = question.classes(definition)
     call = Call(definition.name, question.axes, dict(question.dtypes), layouts, dict(question.scalars))
-    return make_request(definition, call, gpu=gpu)
+    return replace(make_request(definition, call, gpu=gpu), launch=question.stage.launch)
 
 
 def _answer_of(decision: Decision) -> Answer:

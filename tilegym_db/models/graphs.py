@@ -383,8 +383,8 @@ _capturing = threading.Lock()
 class _OwnGraph(torch.cuda.CUDAGraph):
     """A graph whose capture leaves the random numbers of the GPU to other threads.
 
-    A capture holds the state of the default generator, and then any other thread that draws numbers gets an error. So the generator
-    has another state while the capture begins. A forward that draws numbers itself cannot be captured.
+    A capture holds the state of the default generator, and then PyTorch refuses numbers to all other threads. So the generator
+    has another state while the capture begins, which is a moment. A forward that draws numbers itself cannot be captured.
     """
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -401,8 +401,8 @@ class _OwnGraph(torch.cuda.CUDAGraph):
 def masks_as_before(*, has_positions: bool) -> Iterator[None]:
     """Make a context for a capture in which transformers leaves out the masks that its forwards leave out before.
 
-    transformers looks at the contents of masks to see if they hide something, which no capture can do. But its releases up to 5.22
-    then build a mask even where the caller gives none, and all of them take positions that count from 0 for packed sequences.
+    transformers looks at the contents of masks to see if they hide something, which no capture can do. But some releases, such as
+    5.17, then build a mask even where the caller gives none, and all of them do so where positions may be of packed sequences.
 
     Args:
         has_positions: the caller gives positions, which may be those of packed sequences at a later replay.

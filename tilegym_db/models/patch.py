@@ -65,7 +65,7 @@ class PatchOptions:
     catalog: Catalog | None = None
     trust: bool = False
     graphs: bool = True
-    graph_forwards: bool = False
+    graph_forwards: bool = True
     check: str | None = None
     lock: str | Path | None = None
     skip_logits: bool = False
@@ -83,7 +83,7 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
     graphs: bool = True,
-    graph_forwards: bool = False,
+    graph_forwards: bool = True,
     check: str | None = None,
     lock: str | Path | None = None,
     skip_logits: bool = False,

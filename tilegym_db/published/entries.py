@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -142,12 +143,33 @@ def _entries(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> tu
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(path, error) from None
     entries = []
+    host = _host_times(one for _, _, candidates in grouped.values() for one in candidates)
     # In file order, which is the publishing order. Of equally near points the first decides.
     for call, about, candidates in grouped.values():
+        candidates = [replace(one, host_us=_host_time(one, host)) for one in candidates]
         candidates = [_with_source_known(one, call.definition, about["definition_digest"]) for one in candidates]
         candidates.sort(key=lambda item: (item.latency_us, item.trace_id))
         entries.append(Entry(call, **about, candidates=tuple(candidates)))
     return tuple(entries)
+
+
+def _host_times(candidates: Iterable[Candidate]) -> dict[str, float]:
+    """Return the digest of a solution -> its median host time in microseconds over all sizes.
+
+    A launch takes the host the same time at all sizes, but a single measurement of it may be off by half.
+    """
+    times: dict[str, list[float]] = {}
+    for one in candidates:
+        if one.host_us is not None:
+            times.setdefault(one.solution_digest, []).append(one.host_us)
+    return {digest: statistics.median(found) for digest, found in times.items()}
+
+
+def _host_time(one: Candidate, medians: Mapping[str, float]) -> float | None:
+    """Return the host time that counts: of a kernel the median; of stock code, which may have loops, not more than that."""
+    if one.host_us is None:
+        return None
+    return medians[one.solution_digest] if one.role == "kernel" else min(one.host_us, medians[one.solution_digest])
 
 
 def _with_source_known(candidate: Candidate, definition: str, digest: str) -> Candidate:
@@ -214,11 +236,15 @@ MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
 """The same bound for a backward. Stock code gets the inputs of the forward, although autograd would have kept what it needs.
 It moves at most 22 bytes for 18 (swiglu_backward); a kernel must not be credited with the difference."""
 
-MAX_LAUNCH_RATIO = 1.1
-"""Maximum ratio of a kernel call to a stock call, each by the longer of its device and host time."""
+CALL_SITE_US = 3.0
+"""Host time of a call site in a patched model, in microseconds, beside that of the kernel's own launch."""
+
+MAX_LAUNCH_SHARE = 0.9
+"""Maximum share of a stock call, by the longer of its device and host time, that the launch of a kernel may take the host.
+Host times differ by that much between machines."""
 
 HOST_NOISE_US = 5.0
-"""Uncertainty of a host time in microseconds. A smaller difference is ignored, because host load varies."""
+"""Uncertainty of a host time in microseconds. Between kernels a smaller difference is ignored, because host load varies."""
 
 Audience = Literal["this user", "others"]
 """The users served: the user of the measuring machine, or all users of a published file."""
@@ -429,16 +455,15 @@ def why_not_faster(
 
 
 def _why_launched_later(candidate: Candidate, stock: Candidate | None) -> Refusal | None:
-    if stock is None or stock.latency_us is None or stock.host_us is None:
-        return None
-    if candidate.latency_us is None or candidate.host_us is None:
+    if stock is None or stock.latency_us is None or stock.host_us is None or candidate.host_us is None:
         return None
     until = max(stock.latency_us, stock.host_us)
-    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until + HOST_NOISE_US:
+    if candidate.host_us + CALL_SITE_US <= MAX_LAUNCH_SHARE * until:
         return None
     return Refusal(
         "launch_bound",
-        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us",
+        f"launch-bound: a call takes the host {candidate.host_us:.1f} us and {CALL_SITE_US:g} us of the call site, "
+        f"the stock code is done after {until:.1f} us",
     )
 
 
