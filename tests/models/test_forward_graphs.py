@@ -827,3 +827,31 @@ def test_interrupted_capture_is_tried_again():
     for seed in range(3):
         assert same(model(ids(seed)), stock(ids(seed)))
     assert graphs.report().replayed == 2
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------
+
+
+def _waits(self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = transformers.BertModel.forward(self, *args, **kwargs)
+    assert found.last_hidden_state.isfinite().all().item()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_graphs_on_a_gpu_have_the_bits_of_forwards(name):
+    model = encoder(name).to("cuda", torch.bfloat16)
+    waiting = type("Waits", (transformers.BertModel,), {"forward": _waits})(transformers.BertConfig(**ENCODER))
+    failing = ForwardGraphs(waiting.to("cuda").eval())
+    failing.install()
+    graphs = ForwardGraphs(model)
+    graphs.install()
+    for seed in range(UNTIL_REPLAY + 4):
+        given = ids(seed).cuda()
+        waiting(given)
+        found = model(given)
+        assert same(found, type(model).__mro__[1].forward(model, given))
+    assert failing.report().captured == 0
+    report = graphs.report()
+    assert (report.captured, report.replayed) == (1, 4), report.stock
