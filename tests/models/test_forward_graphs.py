@@ -359,6 +359,21 @@ def test_hooks_that_stay_cost_no_replays():
     assert graphs.report().stock == {"modules have hooks": 3}
 
 
+def test_training_frees_the_graphs_and_evaluation_gets_new_ones():
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed))
+    graph = weakref.ref(graphs._known()[0].graph)
+    model.train()(ids(9))
+    gc.collect()
+    assert graph() is None
+    model.eval()
+    for seed in range(MAX_EAGER_RUNS):
+        model(ids(seed))
+    assert graphs.report().captured == 2
+
+
 def test_hooks_that_were_removed_are_forgotten():
     model = encoder()
     graphs = in_graphs(model)

@@ -197,6 +197,8 @@ class ForwardGraphs:
         reason = self._why_stock(model) or why_not_inputs(inputs, self._device)
         if reason:
             self._others[reason] += 1
+            if reason == IN_TRAINING:  # which needs the memory
+                self._drop_all()
             return forward(**inputs)
         form = split(inputs)[1], torch.is_inference_mode_enabled(), numerics_now()
         if self._has_failed(form):
