@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -209,10 +210,19 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory, make_store: object) -> 
         yield fill
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield names of folders that do not exist yet."""
+    return map(tmp_path_factory.mktemp("homes").joinpath, map(str, itertools.count()))
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a separate home folder for every test, not yet created."""
-    folder = tmp_path / "home"
+def home(request: pytest.FixtureRequest, homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a separate home folder for every test, not yet created.
+
+    Most tests write nothing, so this fixture makes no folder: to make and remove one for each test takes a minute.
+    """
+    folder = request.getfixturevalue("tmp_path") / "home" if "tmp_path" in request.fixturenames else next(homes)
     monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
     return folder
 

@@ -292,6 +292,7 @@ def test_workload_without_memory_beside_others_is_measured_later(plans, tmp_path
     assert not living[0].alive
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # workers that are lost; one alone is tested daily
 def test_workload_without_memory_even_alone_is_unsupported(plans, tmp_path, monkeypatch):
     asked = []
 
@@ -315,6 +316,7 @@ def test_memory_is_left_for_the_measuring_process_itself():
     assert Capacity.of(Machine("cuda:0", "l4", "NVIDIA L4", "sm_89", memory_bytes=6 << 30), 64 << 30).runners == 1
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # workers that are lost
 def test_solution_whose_workers_had_no_memory_is_tried_again(plans, tmp_path, monkeypatch):
     """Let three workers in a row fail to start: as many deaths by the solution itself would end it."""
     refused, start = [], WorkerHandle.start

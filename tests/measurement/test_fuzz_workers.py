@@ -388,6 +388,7 @@ def test_a_setting_without_text_has_its_default(text: str, seconds: float, monke
     assert cpu_series_s() == seconds
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py", "tilegym_db/measurement/runner.py")  # a promotion
 def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):
     subject = make(KERNEL, 3)
     subject.handle.policy, subject.processors = SERVED, Processors(1)
@@ -413,6 +414,7 @@ def test_failing_fuzz_case_comes_before_a_failing_sequence(make: Any, monkeypatc
     assert subject.processors.take(1)
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py", "tilegym_db/measurement/runner.py")  # a promotion
 def test_lost_helper_of_sequences_leaves_them_to_the_worker(make: Any, seen: list[WorkerHandle], monkeypatch):
     lost = Failure("RUNTIME_ERROR", "the worker was lost")
     check = session.check_sequences

@@ -338,6 +338,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.turn("tilegym_db/measurement/instruments/")  # separate processes
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "words", [("debug", "sanitize", "softmax_triton"), ("debug", "profile", "softmax_triton", "--workload", "*")]

@@ -129,6 +129,7 @@ def test_old_version_that_fails_or_does_not_fit_is_not_compared(root):
     assert "entry_point" in reasons["row_scale_other"]
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # two sessions; one finds a regression daily
 def test_a_run_of_the_store_is_compared_with_through_its_digests(root):
     rewrite(root, FAST + "# measured\n")
     commit(root, "measured")

@@ -145,6 +145,7 @@ def test_replays_of_encoders_are_forwards(name, masked):
     assert (report.captured, report.replayed) == (1, 3), report.stock
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_replays_of_decoders_are_forwards(name, use_cache):
@@ -344,6 +345,7 @@ def test_hooks_that_were_removed_are_forgotten():
     assert graphs.report().captured == 2
 
 
+@pytest.mark.turn("tilegym_db/models/forward_graphs.py")  # collects all garbage
 def test_a_model_that_is_dropped_takes_its_weights_along():
     model = encoder()
     graphs = in_graphs(model)
