@@ -213,7 +213,7 @@ def test_paths_and_addresses_in_printed_commands_are_quoted() -> None:
     assert unquoted_places() == []
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("line", [line for line in PRINTED if any(map(line.startswith, READERS))])
 def test_printed_reader_runs_on_a_small_catalog(line: str, cli: Any, journal_traces: Callable[..., Any]) -> None:
     journal_traces(3.0)

@@ -34,10 +34,11 @@ FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
 FIRST = "docs/how-to/ask-the-database.md"
 """The page of commands that every run follows; the page of Python that every run follows is the generated one of operators."""
+LONGEST = "docs/how-to/serve-a-model.md"
+"""The page that takes a minute, only nightly: ``tests/models/test_model_commands.py`` and others run its commands daily."""
+OF_THE_NIGHT = {FASTER[0]: pytest.mark.alone, LONGEST: pytest.mark.nightly}
 GIVEN = [
-    pytest.param(
-        name, marks=() if name == FIRST else pytest.mark.alone if name == FASTER[0] else pytest.mark.records("name")
-    )
+    pytest.param(name, marks=() if name == FIRST else OF_THE_NIGHT.get(name, pytest.mark.records("name")))
     for name in PAGES
 ]
 """The others if they have changed, in their turn, and nightly."""

@@ -220,6 +220,7 @@ def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, ro
             writer.kill()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("read_only", [True, False, None])
 def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch, read_only):
     """Under load creation takes longer than any other use of the lock; None stands for a rebuild."""

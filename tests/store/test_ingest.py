@@ -203,6 +203,7 @@ def test_ingesting_again_adds_nothing(opened, write_traces, trace):
         assert count_traces(store) == 2
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "change",
     [
