@@ -282,6 +282,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
     assert run(given, "list").returncode == 0
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/paths.py")  # separate processes
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "place",

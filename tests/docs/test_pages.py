@@ -125,6 +125,7 @@ def test_most_blocks_of_code_are_run():
     assert sum(found) / len(found) > 0.7
 
 
+@pytest.mark.turn("docs/", "tilegym_db/store/views.sql")  # fills a store
 def test_the_query_of_the_page_of_gpus_gives_its_table(tmp_path: Path):
     page = (ROOT / "docs/performance/gpus.md").read_text()
     (query,) = [match["body"] for match in FENCE.finditer(page) if match["info"] == "sql"]

@@ -361,6 +361,7 @@ def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: 
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py")  # two promotions
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("series_s", "judged"), [("0", []), ("inf", ["M", "N"])])
 def test_setting_bounds_the_seconds_of_successive_sizes(make: Any, monkeypatch, series_s: str, judged: list[str]):

@@ -110,6 +110,7 @@ def test_version_that_no_longer_passes_is_broken_without_times(root):
     assert row.reason.startswith("passed before, now INCORRECT_NUMERICAL")
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # a session; one finds a regression daily
 def test_control_that_differs_from_itself_cancels_a_regression(root):
     rewrite(root, SLOW)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))

@@ -262,6 +262,8 @@ def test_gradients_of_compiled_code_are_those_of_stock(
     assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
 
 
+# Compilation; eager code is compared daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
 def test_transforms_in_compiled_code_see_the_models_own_code(way: str, kernels: Catalog, build: Any) -> None:

@@ -767,6 +767,7 @@ def test_copies_and_removal_run_as_before():
     assert graphs.report().stock == {UNPATCHED: 1}
 
 
+@pytest.mark.turn("tilegym_db/models/forward_graphs.py")  # compilation; eager code is compared daily
 def test_compiled_code_has_the_own_forward():
     stock, model = encoder(), encoder()
     graphs = in_graphs(model)
