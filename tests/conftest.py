@@ -212,7 +212,7 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory, make_store: object) -> 
 
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield names of folders that do not exist yet."""
+    """Return an endless row of folders that do not exist yet."""
     return map(tmp_path_factory.mktemp("homes").joinpath, map(str, itertools.count()))
 
 
@@ -220,7 +220,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def home(request: pytest.FixtureRequest, homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a separate home folder for every test, not yet created.
 
-    Most tests write nothing, so this fixture makes no folder: to make and remove one for each test takes a minute.
+    Most tests write nothing. For these no folder is made, because each new one is looked for among all before.
     """
     folder = request.getfixturevalue("tmp_path") / "home" if "tmp_path" in request.fixturenames else next(homes)
     monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))

@@ -142,9 +142,10 @@ def command_at(text: str) -> str:
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
     """Yield every text of a module that is no docstring."""
-    bodies = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    nodes = list(ast.walk(tree))
+    bodies = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     seen = {id(one.body[0].value) for one in bodies if one.body and isinstance(one.body[0], ast.Expr)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             seen |= {id(part) for part in ast.walk(node)} - {id(node)}
             if id(node) not in seen:
