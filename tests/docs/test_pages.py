@@ -35,7 +35,7 @@ FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 FIRST = "docs/how-to/ask-the-database.md"
 """The page of commands that every run follows; the page of Python that every run follows is the generated one of operators."""
 LONGEST = "docs/how-to/serve-a-model.md"
-"""The page that takes a minute, only nightly: ``tests/models/test_model_commands.py`` and others run its commands daily."""
+"""The page that takes a minute runs only nightly. The tests of ``tests/models`` patch such models daily."""
 OF_THE_NIGHT = {FASTER[0]: pytest.mark.alone, LONGEST: pytest.mark.nightly}
 GIVEN = [
     pytest.param(name, marks=() if name == FIRST else OF_THE_NIGHT.get(name, pytest.mark.records("name")))
