@@ -31,6 +31,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,10 +39,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_hits import LLAMA_1B, TINY, build, say, twin_of
 
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models import Handle, patch
+
+LLAMA_1B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+TINY = {
+    **LLAMA_1B,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 MARGIN_FACTOR = 4.0
 ERROR_FACTOR = 1.25
@@ -414,6 +440,27 @@ def main() -> int:
         print(handle.report())
     print(json.dumps({key: value for key, value in results.items() if key not in ("memory", "libs")}, indent=1))
     return 1 if found else 0
+
+
+def say(text: str) -> None:
+    """Print progress on stderr."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def build(sizes: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
+    """Return a model with random weights, in eval mode."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    factory: Any = AutoModelForCausalLM
+    with torch.device(device):
+        return factory.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
+
+
+def twin_of(model: Any) -> Any:
+    """Return a second instance that shares every weight and buffer with the first."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 if __name__ == "__main__":

@@ -37,8 +37,19 @@ from typing import Any
 import torch
 import transformers
 from decode_ways import CONFIGS, TINY
-from model_hits import say, twin_of
-from soak import ERROR_FACTOR, SHOWN, WARM_UP_SHARE, Comparison, Episode, compared, growth_bytes, sampled, tokens_of
+from soak import (
+    ERROR_FACTOR,
+    SHOWN,
+    WARM_UP_SHARE,
+    Comparison,
+    Episode,
+    compared,
+    growth_bytes,
+    sampled,
+    say,
+    tokens_of,
+    twin_of,
+)
 
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models import patch

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-from sample import SAMPLE, Sample, beyond_the_sample, check_marks, is_by_hand
+from sample import SAMPLE, Sample, cases_in_turn, check_marks, is_by_hand, left_to_other_days
 
 from tilegym_db.paths import shipped_root, use_root
 
@@ -90,6 +91,15 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # else a library that counts its objects at the end calls them leaks
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Drop the cases of other days before pytest makes items of them, which takes longer than to choose."""
+    calls, of_test = metafunc._calls, list(metafunc.definition.iter_markers())
+    if calls and not is_by_hand(metafunc.config):
+        cases = [(call.params, [*call.marks, *of_test]) for call in calls]
+        calls[:] = [calls[number] for number in cases_in_turn(cases, metafunc.config.stash[SAMPLE])]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave tests out before pytest sorts them by their fixtures, which takes long for many."""
@@ -97,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     check_marks(items, sample)
     if not HAS_GPU:
         leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
-    leave_out(config, items, [] if is_by_hand(config) else beyond_the_sample(items, sample))
+    leave_out(config, items, [] if is_by_hand(config) else left_to_other_days(items, sample))
     yield
     # Files go to the worker that is free: a file that takes minutes must not be the last, with the other worker idle.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -200,10 +210,19 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory, make_store: object) -> 
         yield fill
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return an endless row of folders that do not exist yet."""
+    return map(tmp_path_factory.mktemp("homes").joinpath, map(str, itertools.count()))
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a separate home folder for every test, not yet created."""
-    folder = tmp_path / "home"
+def home(request: pytest.FixtureRequest, homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a separate home folder for every test, not yet created.
+
+    Most tests write nothing. For these no folder is made, because each new one is looked for among all before.
+    """
+    folder = request.getfixturevalue("tmp_path") / "home" if "tmp_path" in request.fixturenames else next(homes)
     monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
     return folder
 

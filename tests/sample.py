@@ -26,7 +26,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
 from functools import cache, cached_property
@@ -183,45 +183,41 @@ def _place(key: str) -> int:
 SAMPLE = pytest.StashKey[Sample]()
 
 
-def records_of(item: pytest.Item, sample: Sample) -> frozenset[str]:
-    """Find the records of a test: ``records("name")`` marks a parameter, if the test has it, and ``of=`` a record."""
-    parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-    marks = list(item.iter_markers(MARK))
-    values = [parameters[name] for mark in marks for name in mark.args if name in parameters]
-    values += [mark.kwargs["of"] for mark in marks if "of" in mark.kwargs]
+def records_of(parameters: Mapping[str, Any], marks: Iterable[pytest.Mark], sample: Sample) -> frozenset[str]:
+    """Find the records of a case: ``records("name")`` marks a parameter, if the test has it, and ``of=`` a record."""
+    values = []
+    for mark in marks:
+        if mark.name == MARK:
+            values += [parameters[name] for name in mark.args if name in parameters]
+            values += [mark.kwargs["of"]] if "of" in mark.kwargs else []
     return frozenset(key for value in values for key in sample.keys(value))
 
 
-def beyond_the_sample(items: Iterable[pytest.Item], sample: Sample) -> list[pytest.Item]:
-    """List the tests that are left to other days."""
-    left: list[pytest.Item] = []
-    sweeps: dict[str, list[pytest.Item]] = {}
-    waiting: dict[str, list[pytest.Item]] = {}
-    running = set()
+def cases_in_turn(cases: Sequence[tuple[Mapping[str, Any], Sequence[pytest.Mark]]], sample: Sample) -> list[int]:
+    """Choose the cases of one test that run, given the parameters and marks of each.
+
+    A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
+    """
+    keys = [records_of(parameters, marks, sample) for parameters, marks in cases]
+    tried = [number for number, of_case in enumerate(keys) if not of_case or sample.tries(of_case)]
+    tried = tried or [sample.cases(len(cases), len(cases))[0]]
+    for mark in cases[0][1]:
+        if mark.name == SWEEP:
+            share = sample.cases(len(cases), *mark.args)
+            return [number for number in tried if number in share]
+    return tried
+
+
+def left_to_other_days(items: Iterable[pytest.Item], sample: Sample) -> list[pytest.Item]:
+    """List the tests with the mark ``turn`` of files that have no turn."""
     slow: list[pytest.Item] = []
     tested: dict[str, set[str]] = {}
     for item in items:
-        keys, test = records_of(item, sample), item.nodeid.partition("[")[0]
-        if keys and not sample.tries(keys):
-            waiting.setdefault(test, []).append(item)
-        else:
-            running.add(test)
-        if item.get_closest_marker(SWEEP):
-            sweeps.setdefault(test, []).append(item)
         for mark in item.iter_markers(TURN):
             slow.append(item)
-            tested.setdefault(test.partition("::")[0], set()).update(mark.args)
-    for test, cases in waiting.items():
-        # A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
-        spared = sample.cases(len(cases), len(cases))[0] if test not in running else None
-        left += [item for number, item in enumerate(cases) if number != spared]
-    for cases in sweeps.values():
-        mark = cases[0].get_closest_marker(SWEEP)
-        tried = sample.cases(len(cases), *(mark.args if mark else ()))
-        left += [item for number, item in enumerate(cases) if number not in tried]
+            tested.setdefault(item.nodeid.partition("::")[0], set()).update(mark.args)
     in_turn = sample.files_in_turn(tested)
-    left += [item for item in slow if item.nodeid.partition("::")[0] not in in_turn]
-    return list({item.nodeid: item for item in left}.values())
+    return list({item.nodeid: item for item in slow if item.nodeid.partition("::")[0] not in in_turn}.values())
 
 
 def is_by_hand(config: pytest.Config) -> bool:

@@ -16,7 +16,6 @@ import sample
 from sample import (
     COMPILERS,
     JUDGES,
-    MARK,
     MAX_CHANGED,
     MAX_CHANGED_FILES,
     MAX_CHANGED_PAGES,
@@ -27,11 +26,12 @@ from sample import (
     TURN,
     Sample,
     base_of,
-    beyond_the_sample,
+    cases_in_turn,
     check_marks,
     code_of,
     is_by_hand,
     judge_changed,
+    left_to_other_days,
     name_of,
     record_digests,
 )
@@ -91,7 +91,7 @@ def test_everything_is_every_record_and_every_case() -> None:
     everything = replace(NOW, everything=True)
     assert tried(everything) == set(RECORDS)
     assert list(everything.cases(9, 3)) == list(range(9))
-    assert beyond_the_sample(of_a_sweep(40), everything) == []
+    assert cases_in_turn(of_a_sweep(40), everything) == list(range(40))
 
 
 def test_another_process_reads_the_same_sample() -> None:
@@ -119,54 +119,33 @@ def test_a_bad_day_or_base_is_refused(variable: str, value: str, monkeypatch: py
         Sample.of_checkout()
 
 
-def of_a_sweep(count: int, *given: int) -> list[Any]:
-    """As pytest collects a test with the mark ``sweep`` and so many cases."""
-    mark = SimpleNamespace(args=given)
-    return [
-        SimpleNamespace(
-            nodeid=f"test_kernels.py::test_it[{number}]",
-            iter_markers=lambda name: [],
-            get_closest_marker=lambda name: mark,
-        )
-        for number in range(count)
-    ]
+def of_a_sweep(count: int, *given: int) -> list[tuple[dict[str, int], list[pytest.Mark]]]:
+    """The cases of a test with the mark ``sweep``."""
+    return [({"number": number}, [pytest.mark.sweep(*given).mark]) for number in range(count)]
 
 
 @pytest.mark.parametrize(
     ("count", "given", "fewest", "most"), [(3, (), 1, 1), (40, (), 5, 5), (15, (4,), 3, 4), (2, (3,), 1, 1)]
 )
 def test_every_case_of_a_sweep_has_its_turn(count: int, given: tuple[int, ...], fewest: int, most: int) -> None:
-    items = of_a_sweep(count, *given)
     seen = set()
     for day in days(8):
-        left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))}
-        chosen = [item.nodeid for item in items if item.nodeid not in left]
+        chosen = cases_in_turn(of_a_sweep(count, *given), replace(NOW, day=day))
         assert fewest <= len(chosen) <= most
         seen.update(chosen)
     assert len(seen) == count
 
 
-def of_records(keys: list[str]) -> list[Any]:
-    """As pytest collects a test with the mark ``records`` and a case of each record."""
-    return [
-        SimpleNamespace(
-            nodeid=f"test_kernels.py::test_it[{key}]",
-            iter_markers=lambda name, key=key: (
-                [SimpleNamespace(args=(), kwargs={"of": key.partition(":")[2]})] if name == MARK else []
-            ),
-            get_closest_marker=lambda name: None,
-        )
-        for key in keys
-    ]
+def of_records(keys: list[str]) -> list[tuple[dict[str, str], list[pytest.Mark]]]:
+    """The cases of a test with the mark ``records``, one of each record."""
+    return [({}, [pytest.mark.records(of=key.partition(":")[2]).mark]) for key in keys]
 
 
 def test_a_test_of_records_without_a_turn_runs_with_one() -> None:
     waiting = sorted(RECORDS.keys() - tried(NOW))[:5]
-    items = of_records(waiting)
-    assert len(beyond_the_sample(items, NOW)) == 4
-    assert all(len(beyond_the_sample(items, replace(NOW, day=day))) <= 4 for day in days(64))
-    running = of_records([*waiting, min(tried(NOW))])
-    assert len(beyond_the_sample(running, NOW)) == 5
+    assert len(cases_in_turn(of_records(waiting), NOW)) == 1
+    assert all(cases_in_turn(of_records(waiting), replace(NOW, day=day)) for day in days(64))
+    assert cases_in_turn(of_records([*waiting, min(tried(NOW))]), NOW) == [5]
 
 
 def of_slow_files(count: int, *tested: str) -> list[Any]:
@@ -185,13 +164,13 @@ def of_slow_files(count: int, *tested: str) -> list[Any]:
 def test_slow_tests_of_a_file_have_their_turn_together() -> None:
     items, seen = of_slow_files(80), []
     for day in days(ONE_OF_FILES):
-        left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))}
+        left = {item.nodeid for item in left_to_other_days(items, replace(NOW, day=day))}
         chosen = [item.nodeid for item in items if item.nodeid not in left]
         assert 8 <= len(chosen) <= 40
         assert {chosen.count(node.replace("other", "one")) for node in chosen} == {1}
         seen += chosen
     assert sorted(seen) == sorted(item.nodeid for item in items)
-    assert beyond_the_sample(items, replace(NOW, everything=True)) == []
+    assert left_to_other_days(items, replace(NOW, everything=True)) == []
 
 
 @pytest.mark.parametrize("changed", ["tests/test_file_3.py", "tools/bundle.py", "tools/site/page.py"])
@@ -200,7 +179,7 @@ def test_slow_tests_run_if_what_they_test_changed(changed: str) -> None:
         of_slow_files(MAX_CHANGED_FILES, "tools/bundle.py", "tools/site/"),
         replace(NOW, changed_files=frozenset({changed})),
     )
-    left = {item.nodeid for item in beyond_the_sample(items, choice)}
+    left = {item.nodeid for item in left_to_other_days(items, choice)}
     assert (left == set()) == changed.startswith("tools/")
 
 
@@ -208,9 +187,9 @@ def test_slow_tests_of_many_changes_take_turns() -> None:
     items, seen = of_slow_files(5 * MAX_CHANGED_FILES, "tools/"), set()
     for day in days(ONE_OF_FILES):
         choice = replace(NOW, day=day, changed_files=frozenset({"tools/bundle.py"}))
-        left = {item.nodeid for item in beyond_the_sample(items, choice)}
+        left = {item.nodeid for item in left_to_other_days(items, choice)}
         of_the_day = {item.nodeid for item in items} - {
-            item.nodeid for item in beyond_the_sample(items, replace(NOW, day=day))
+            item.nodeid for item in left_to_other_days(items, replace(NOW, day=day))
         }
         assert len(items) - len(left) <= 2 * MAX_CHANGED_FILES + len(of_the_day)
         seen |= {item.nodeid for item in items} - left

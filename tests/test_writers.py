@@ -191,6 +191,7 @@ def test_killed_writer_of_the_database_loses_nothing(name: str, place: Place, mo
     check_whole(place)
 
 
+@pytest.mark.turn("tests/writing.py", "tilegym_db/files.py")  # several processes; all writers at once are tried daily
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", WRITERS)

@@ -218,6 +218,7 @@ def run_worker(language: str, preparation: str, jobs: list[CompileJob], **enviro
     return [CompileResult.from_json(line) for line in lines]
 
 
+@pytest.mark.turn("tilegym_db/backends/")  # a worker that loads its compiler
 @pytest.mark.slow
 def test_target_unknown_to_the_toolchain_is_refused_not_failed(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
@@ -265,6 +266,7 @@ def test_tilelang_compiles_with_python_packages_alone(
     assert (result.status, result.log) == ("compiled", "")
 
 
+@pytest.mark.turn("tilegym_db/backends/", "constraints.txt")  # a worker that loads its compiler
 @pytest.mark.slow
 def test_cutile_compiles_although_an_old_toolkit_is_named(
     definition: Definition,
@@ -316,6 +318,7 @@ def test_missing_toolchain_is_a_result_with_the_extra_to_install(
     assert "pip install 'tilegym-db[cutile]'" in result.log
 
 
+@pytest.mark.turn("tilegym_db/backends/")  # a worker that loads PyTorch
 @pytest.mark.slow
 def test_a_toolchain_that_does_not_import_is_reported_as_such(
     definition: Definition,
@@ -335,6 +338,7 @@ def test_a_toolchain_that_does_not_import_is_reported_as_such(
     assert "wrong ELF class" in result.log
 
 
+@pytest.mark.turn("tilegym_db/backends/")  # workers that load PyTorch
 @pytest.mark.slow
 def test_results_reach_the_main_thread_and_ctrl_c_ends_workers(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload

@@ -136,6 +136,7 @@ def test_a_dependency_out_of_range_is_named(write_solution: WriteSolution) -> No
         load_entry(solution)
 
 
+@pytest.mark.turn("tilegym_db/backends/")  # a process that loads TileLang
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("before", "variable", "printed"),

@@ -68,6 +68,8 @@ def spoil(row_scale, monkeypatch):
     return change
 
 
+# Four commands that each wait; test_admission.py has it daily.
+@pytest.mark.turn("tilegym_db/verification/admission.py")
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("body", "message"),

@@ -113,6 +113,7 @@ def test_doctor_says_what_does_not_import_and_looks_at_the_rest(environment, tmp
     assert ("catalog", "ok") in found
 
 
+@pytest.mark.turn("tilegym_db/cli/", "pyproject.toml")  # processes without any extra
 def test_what_needs_no_extra_works_without_any(core_only):
     assert run(core_only, "sql", "SELECT 1 AS one", "--csv").stdout == "one\n1\n"
     refused = run(core_only, "sql", "SELECT 1 AS one", "--parquet", "-o", "never.parquet")
@@ -152,6 +153,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, target, reason):
     assert (result.returncode, result.stderr) == (1, f"error: cannot write the output: {reason}.\n")
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py")  # separate processes
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_file_does_not_take_the_place_of_a_closed_stream(environment, home, descriptor):
@@ -208,6 +210,7 @@ def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
         assert (process.wait(timeout=60), errors) == (130, "")
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py")  # waits for processes; test_app.py interrupts one daily
 @pytest.mark.parametrize(("arguments", "status"), [(["list"], 0), (["show", "nothing"], 2)])
 def test_an_interrupt_after_the_answer_changes_no_status(environment, arguments, status):
     code = (
@@ -258,6 +261,7 @@ def test_an_interrupt_is_one_whatever_python_makes_of_it(environment, text):
     assert (result.returncode, result.stderr) == (130, "")
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/cli/app.py")  # separate processes
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "changes",
@@ -278,6 +282,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
     assert run(given, "list").returncode == 0
 
 
+@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/paths.py")  # separate processes
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "place",

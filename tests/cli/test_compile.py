@@ -32,6 +32,8 @@ def add(cli, row_scale, tmp_path):
     return add_source
 
 
+# Three compilers; test_aot.py compiles with one daily.
+@pytest.mark.turn("tilegym_db/cli/compile.py", "tilegym_db/backends/")
 def test_a_kernel_compiles_for_gpus_that_are_not_here(cli, add):
     add(GOOD)
     result = cli("compile", "--target", "sm_90a", "--target", "sm_80", "--json")

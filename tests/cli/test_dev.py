@@ -61,6 +61,7 @@ def test_wrong_kernel_is_a_finding_with_the_failed_gate(cli, kernel):
     assert (report["latency_us"], report["errors"]) == (None, None)
 
 
+@pytest.mark.turn("tilegym_db/cli/dev.py", "tilegym_db/measurement/dev.py")  # several rounds of dev
 @pytest.mark.slow
 def test_each_open_place_of_a_draft_is_named_until_it_is_gone(cli, row_scale, tmp_path):
     draft = tmp_path / "draft"

@@ -66,6 +66,8 @@ def config(checkout: Path, tmp_path: Path) -> Path:
     return folder
 
 
+# A whole fit; each of its steps is tested daily.
+@pytest.mark.turn("tilegym_db/loop/fit.py", "tilegym_db/cli/models.py")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, cli: Any) -> None:
@@ -216,7 +218,7 @@ def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text:
     assert (refused.code, refused.cause) == (2, "numbers_invalid")
 
 
-@pytest.mark.turn("tilegym_db/loop/fit.py", "tilegym_db/sandbox/")  # test_unconfined.py has the promotion daily
+@pytest.mark.turn("tilegym_db/loop/fit.py", "tilegym_db/sandbox/")  # test_sandbox_levels.py has the level daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_confinement_a_model_gets_what_the_package_ships(

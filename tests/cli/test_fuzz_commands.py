@@ -142,7 +142,7 @@ def _too_slow(*_: object) -> None:
     raise AssertionError(f"still running after {LIMIT_S} s")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", EVERY_COMMAND)
 def test_no_value_is_a_traceback_a_hang_or_a_loss(name, row_scale, home, places, journal_traces, monkeypatch):
     journal_traces(3.0, 2.0)

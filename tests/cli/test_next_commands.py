@@ -142,9 +142,10 @@ def command_at(text: str) -> str:
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
     """Yield every text of a module that is no docstring."""
-    bodies = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    nodes = list(ast.walk(tree))
+    bodies = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     seen = {id(one.body[0].value) for one in bodies if one.body and isinstance(one.body[0], ast.Expr)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             seen |= {id(part) for part in ast.walk(node)} - {id(node)}
             if id(node) not in seen:
@@ -213,7 +214,7 @@ def test_paths_and_addresses_in_printed_commands_are_quoted() -> None:
     assert unquoted_places() == []
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("line", [line for line in PRINTED if any(map(line.startswith, READERS))])
 def test_printed_reader_runs_on_a_small_catalog(line: str, cli: Any, journal_traces: Callable[..., Any]) -> None:
     journal_traces(3.0)

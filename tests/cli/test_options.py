@@ -214,6 +214,7 @@ def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, 
     assert f"Invalid value for '{line[-2]}'" in result.err
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("content", "fact"),
     [

@@ -34,6 +34,7 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
     assert "'rms_norm" in result.stderr
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("command", ["bench", "verify", "tune"])
 def test_a_glob_without_match_is_refused_before_pytorch_loads(command, home):
     words = [sys.executable, "-c", PROGRAM, command, "rms_norm_triton", "--workload", "M=4,N=5", "--gpu", "cpu"]
@@ -67,7 +68,7 @@ def test_size_that_no_model_has_is_refused_before_pytorch_loads(words, home, wri
     assert "-64" in result.stderr
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -154,6 +154,7 @@ def test_prompt_completes_views_and_columns_in_any_case():
     assert complete("be", 0) == "best"
 
 
+@pytest.mark.turn("tilegym_db/cli/sql.py")  # a separate process at a terminal
 def test_sql_at_a_terminal_is_a_prompt_with_a_history(row_scale, home):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "tilegym_db", "sql"]

@@ -89,7 +89,7 @@ def test_a_sentence_is_wrapped_below_its_row():
     ),
     st.integers(20, 120),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_line_is_wider_than_the_terminal(rows, width):
     for line in lay_out(COLUMNS, rows, width=width, least=["language"], prose=["solution"]).lines:
         assert text_width(line) <= width

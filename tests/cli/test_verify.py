@@ -27,6 +27,8 @@ def test_bench_screens_and_verify_verifies(cli, row_scale, home):
     ]
 
 
+# A promotion; the test before has one daily.
+@pytest.mark.turn("tilegym_db/cli/bench.py", "tilegym_db/measurement/benchmark.py")
 def test_bench_verifies_what_passed_if_asked(cli, row_scale, home):
     result = cli("bench", "--gpu", "cpu", "--verify")
     assert result.code == 0

@@ -142,6 +142,7 @@ def test_honest_losses_pass_the_gates(name: str, vocabulary: int) -> None:
     assert not is_refused(name, definition.self_test.independent, cases)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_planted_errors_of_losses_are_refused(name: str) -> None:
     definition = CATALOG.definition(name)

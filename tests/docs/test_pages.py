@@ -34,10 +34,11 @@ FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
 FIRST = "docs/how-to/ask-the-database.md"
 """The page of commands that every run follows; the page of Python that every run follows is the generated one of operators."""
+LONGEST = "docs/how-to/serve-a-model.md"
+"""The page that takes a minute runs only nightly. The tests of ``tests/models`` patch such models daily."""
+OF_THE_NIGHT = {FASTER[0]: pytest.mark.alone, LONGEST: pytest.mark.nightly}
 GIVEN = [
-    pytest.param(
-        name, marks=() if name == FIRST else pytest.mark.alone if name == FASTER[0] else pytest.mark.records("name")
-    )
+    pytest.param(name, marks=() if name == FIRST else OF_THE_NIGHT.get(name, pytest.mark.records("name")))
     for name in PAGES
 ]
 """The others if they have changed, in their turn, and nightly."""
@@ -124,6 +125,7 @@ def test_most_blocks_of_code_are_run():
     assert sum(found) / len(found) > 0.7
 
 
+@pytest.mark.turn("docs/", "tilegym_db/store/views.sql")  # fills a store
 def test_the_query_of_the_page_of_gpus_gives_its_table(tmp_path: Path):
     page = (ROOT / "docs/performance/gpus.md").read_text()
     (query,) = [match["body"] for match in FENCE.finditer(page) if match["info"] == "sql"]

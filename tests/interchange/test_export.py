@@ -33,6 +33,7 @@ def records(export: Export, folder: str) -> list[Any]:
     return [json.loads(line) for content in files for line in content.splitlines()]
 
 
+@pytest.mark.turn("tilegym_db/interchange/")  # of the whole catalog; test_round_trip.py has it of a small one daily
 def test_every_record_keeps_the_rules_of_flashinfer_trace(export: Export) -> None:
     checks = dict(zip(FOLDERS, (check_definition, check_solution, check_trace, check_trace), strict=True))
     for folder in FOLDERS:

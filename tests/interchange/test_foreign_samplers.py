@@ -118,6 +118,7 @@ def test_what_masks_probabilities_is_judged_by_its_elements(tree: Tree, home: Pa
     assert record_of(draft(tree, record)).sampled == {}
 
 
+@pytest.mark.turn("tilegym_db/judging/")  # workers of another data set
 @pytest.mark.slow
 def test_drafted_samplers_are_judged_as_distributions(tree: Tree, home: Path, tmp_path: Path) -> None:
     """An honest one passes; one that never draws the last it may, and one that draws what it may not, fail."""

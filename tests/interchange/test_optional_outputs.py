@@ -95,6 +95,7 @@ def test_given_outputs_are_judged_and_missing_optional_ones_not(tree: Tree, home
     assert sorted(kept_judgements(found), key=str) == sorted(judgements, key=str)
 
 
+@pytest.mark.turn("tilegym_db/judging/")  # workers of another data set
 @pytest.mark.slow
 def test_an_output_that_is_not_optional_may_not_be_missing(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import judge_data_set

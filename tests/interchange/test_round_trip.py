@@ -188,6 +188,7 @@ def test_text_that_holds_a_line_separator_is_read_back(tree: Tree, home: Path, m
     assert imported_files(found) == tree.bytes()
 
 
+@pytest.mark.turn("tilegym_db/interchange/")  # a set of 10,000 traces
 def test_ten_thousand_traces_are_imported_in_seconds(tree: Tree, home: Path) -> None:
     import time
 

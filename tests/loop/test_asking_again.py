@@ -97,6 +97,7 @@ def test_discard_in_one_language_leaves_the_others_to_ask_for(
     assert asked.read_text().split() == ["python", "triton"]
 
 
+@pytest.mark.turn("tilegym_db/loop/")  # waits for a thread
 def test_kernel_submitted_elsewhere_wakes_a_loop_that_waits(
     run: Callable[..., list[Experiment]], hand_in: Callable[..., Path], home: Path
 ) -> None:

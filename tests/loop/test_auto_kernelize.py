@@ -140,6 +140,7 @@ def test_coverage_rises_after_a_wrong_a_slow_and_a_good_kernel(
     assert Kernelizer(state, "python", None, 0.0, 1, home, said.append).run() == "the budget is spent"
 
 
+@pytest.mark.turn("tilegym_db/loop/auto.py")  # a whole loop; test_scripted_author.py refuses a wrong kernel daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_is_wrong_is_discarded_with_its_reason(state: ModelState, tmp_path: Path) -> None:

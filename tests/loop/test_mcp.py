@@ -219,6 +219,7 @@ def refusals(given: dict[str, Any], tool: str) -> list[tuple[dict[str, Any], str
     return bad
 
 
+@pytest.mark.turn("tilegym_db/loop/mcp_server.py")  # a separate server; the test of a verdict asks one daily
 @pytest.mark.slow
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("tool", GOOD)
@@ -282,6 +283,7 @@ def test_long_list_comes_in_pages_without_a_gap(home: Path) -> None:
     assert (last["entries"], last["next_start"]) == ([], None)
 
 
+@pytest.mark.turn("tilegym_db/loop/mcp_server.py")  # a separate server
 @pytest.mark.slow
 def test_server_writes_nothing_to_stderr_on_a_refusal(home: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tilegym_db", "mcp"]

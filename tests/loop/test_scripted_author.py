@@ -61,6 +61,7 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     assert submit(task, hand_in(GOOD)) == good
 
 
+@pytest.mark.turn("tilegym_db/loop/auto.py")  # loads an interpreter
 @pytest.mark.slow
 def test_triton_kernel_is_judged_interpreted_and_waits_for_a_gpu(operator: Path, hand_in: HandIn) -> None:
     task = create_task("row_scale", language="triton", gpu="cpu", workload="tiny")

@@ -69,6 +69,7 @@ def test_nothing_is_stated_of_a_solution_without_the_promise(traces: dict[str, T
     assert "batch_slices" not in traces["says_nothing"].to_dict()["envelope"]
 
 
+@pytest.mark.turn("tilegym_db/verification/")  # a promotion; the screen is tested daily
 @pytest.mark.slow
 def test_promise_is_tried_at_batches_of_a_prompt(make_catalog: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A launch that takes other blocks from 512 rows on is right at every small batch."""

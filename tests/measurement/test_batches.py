@@ -207,6 +207,8 @@ def test_solutions_are_verified_in_parallel_but_not_while_timing(plans, tmp_path
     assert all(trace.performance is not None and trace.performance.comparisons for trace in kernels)
 
 
+# Workers that are lost.
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py", "tilegym_db/measurement/runner.py")
 def test_solution_that_dies_later_is_timed_if_it_passed_before(plans, tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
     traces = run(plans(DIES_LATE)[:1], tmp_path / "scratch", WIDE)
@@ -266,6 +268,8 @@ def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkey
     assert not any(still_there)
 
 
+# Workers that are lost, as one is daily in test_memory_short.py.
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")
 def test_workload_without_memory_beside_others_is_measured_later(plans, tmp_path, monkeypatch):
     """The first answer for one size of one operator is that the GPU had no memory; the second comes of a new worker."""
     full, living = Failure("UNSUPPORTED", "no memory", no_memory=True), []
@@ -292,6 +296,8 @@ def test_workload_without_memory_beside_others_is_measured_later(plans, tmp_path
     assert not living[0].alive
 
 
+# Workers that are lost, as one is daily in test_memory_short.py.
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")
 def test_workload_without_memory_even_alone_is_unsupported(plans, tmp_path, monkeypatch):
     asked = []
 
@@ -315,6 +321,7 @@ def test_memory_is_left_for_the_measuring_process_itself():
     assert Capacity.of(Machine("cuda:0", "l4", "NVIDIA L4", "sm_89", memory_bytes=6 << 30), 64 << 30).runners == 1
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # workers that are lost
 def test_solution_whose_workers_had_no_memory_is_tried_again(plans, tmp_path, monkeypatch):
     """Let three workers in a row fail to start: as many deaths by the solution itself would end it."""
     refused, start = [], WorkerHandle.start

@@ -182,6 +182,7 @@ def test_a_second_promotion_has_nothing_to_do(promoted, catalog, folder):
     assert again.traces == []
 
 
+@pytest.mark.turn("tilegym_db/measurement/benchmark.py")  # a promotion; cli/test_verify.py has one daily
 def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
     report = bench(("row_scale_stock",), devices="cpu", quick=True, verify=True, catalog=catalog, store_home=tmp_path)
     tiers = [(trace.tier, trace.status) for trace in report.traces if trace.status != "UNSUPPORTED"]

@@ -128,6 +128,7 @@ def test_changed_input_file_is_not_measured_on(catalog: Callable[..., Catalog], 
     assert ("does not exist in" if damage == "gone" else "is not what it was: its sha256 is") in lost.reason
 
 
+@pytest.mark.turn("tilegym_db/measurement/audit.py")  # starts workers; a changed file is refused daily
 def test_file_that_breaks_a_rule_about_contents_is_not_measured(
     make_catalog: Callable[..., Catalog], tmp_path: Path
 ) -> None:

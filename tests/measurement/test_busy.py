@@ -59,6 +59,7 @@ def test_pass_on_a_busy_machine_is_unsupported(promoted: Callable[[], Trace], mo
     assert trace.reason.startswith(f"{MACHINE_SLOW}: threads of ")
 
 
+@pytest.mark.turn("tilegym_db/measurement/timing.py", "tilegym_db/measurement/time_workload.py")  # a promotion
 def test_timing_that_was_disturbed_once_is_repeated(
     promoted: Callable[[], Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,8 @@ def run(x, w, offs):
 """
 
 
+# A promotion of a large operator.
+@pytest.mark.turn("tilegym_db/verification/contents.py", "tilegym_db/verification/cases.py")
 def test_solution_wrong_with_all_rows_in_one_group_is_refused(
     tmp_path: Path, write_solution: Callable[..., SolutionFiles]
 ) -> None:

@@ -70,6 +70,7 @@ def cause(report: DevReport) -> tuple[str, str]:
     return report.problem.step, report.problem.code
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py", "tilegym_db/backends/")  # loads an interpreter
 def test_interpreted_kernel_passes_without_a_time(catalog, kernel, home, tmp_path):
     before = files_below(tmp_path)
     report = try_kernel(kernel, "row_scale", gpu="cpu", catalog=catalog)
@@ -82,6 +83,7 @@ def test_interpreted_kernel_passes_without_a_time(catalog, kernel, home, tmp_pat
     assert not home.exists()
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py", "tilegym_db/backends/")  # loads a compiler
 def test_compiler_imports_nothing_from_the_working_folder(catalog, kernel, monkeypatch):
     marker = kernel.with_name("marker")
     kernel.with_name("grp.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
@@ -187,6 +189,7 @@ def test_watch_picks_up_edits_of_kernel_and_shared_code(catalog, kernel, monkeyp
     rounds.close()
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py")  # waits; the test before watches a kernel daily
 def test_watch_of_a_folder_goes_on_after_a_broken_record(catalog, solution_record, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -361,6 +361,8 @@ def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: 
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py")  # two promotions
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("series_s", "judged"), [("0", []), ("inf", ["M", "N"])])
 def test_setting_bounds_the_seconds_of_successive_sizes(make: Any, monkeypatch, series_s: str, judged: list[str]):
     monkeypatch.setenv(MAX_CPU_SERIES_S, series_s)
@@ -388,6 +390,7 @@ def test_a_setting_without_text_has_its_default(text: str, seconds: float, monke
     assert cpu_series_s() == seconds
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py", "tilegym_db/measurement/runner.py")  # a promotion
 def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):
     subject = make(KERNEL, 3)
     subject.handle.policy, subject.processors = SERVED, Processors(1)
@@ -413,6 +416,7 @@ def test_failing_fuzz_case_comes_before_a_failing_sequence(make: Any, monkeypatc
     assert subject.processors.take(1)
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py", "tilegym_db/measurement/runner.py")  # a promotion
 def test_lost_helper_of_sequences_leaves_them_to_the_worker(make: Any, seen: list[WorkerHandle], monkeypatch):
     lost = Failure("RUNTIME_ERROR", "the worker was lost")
     check = session.check_sequences

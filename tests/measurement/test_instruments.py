@@ -168,6 +168,7 @@ def test_commands_name_the_tool_its_options_and_the_program(tmp_path: Path):
     assert "--clock-control" in profiler_command(Path("ncu"), tmp_path / "r.json")
 
 
+@pytest.mark.turn("tilegym_db/measurement/instruments/")  # reads the whole catalog
 def test_names_cover_solutions_definitions_folders_or_all(catalog: Catalog, tmp_path: Path):
     assert [item.files.name for item in choose_solutions(catalog, ["softmax_triton"], H200)] == ["softmax_triton"]
     of_definition = choose_solutions(catalog, ["softmax"], H200)
@@ -338,6 +339,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.turn("tilegym_db/measurement/instruments/")  # separate processes
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "words", [("debug", "sanitize", "softmax_triton"), ("debug", "profile", "softmax_triton", "--workload", "*")]

@@ -86,6 +86,7 @@ def hanging_bench(home, make_catalog, environment, tmp_path) -> Iterator[subproc
             process.kill()
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py", "tilegym_db/sandbox/")  # waits for a hanging process
 def test_ctrl_c_ends_a_hanging_run_and_keeps_its_measurements(hanging_bench, home, tmp_path):
     hanging_bench.send_signal(signal.SIGINT)
     out, err = hanging_bench.communicate(timeout=10)

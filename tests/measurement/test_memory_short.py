@@ -22,6 +22,7 @@ GREEDY = (
 )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("workload", "definition"), [(HUGE, {}), (LARGE, {"reference": ALLOCATES})])
 def test_workload_without_memory_leaves_the_others_measured(

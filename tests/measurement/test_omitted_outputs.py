@@ -104,6 +104,7 @@ def test_promotion_of_an_omitted_output_is_refused_by_name(catalog: Callable[...
     assert any("omits peak" in skipped.reason for skipped in report.plan.skipped if skipped.solution == "row_peak_part")
 
 
+@pytest.mark.turn("tilegym_db/measurement/plan.py")  # a promotion; the screen of it is tested daily
 def test_ranking_leaves_out_omitted_outputs_even_if_promoted(
     catalog: Callable[..., Catalog], home: Path, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def test_contents_that_are_not_drawn_yet_wait_for_their_turn(make, shapes):
     assert [rows for rows, _ in shapes] == [16, 24]
 
 
+@pytest.mark.turn("tilegym_db/measurement/runner.py", "tilegym_db/verification/session.py")  # waits for a hanging call
 @pytest.mark.parametrize(
     ("wrong", "status"), [(WRONG_AT, "INCORRECT_NUMERICAL"), (DIES_AT, "RUNTIME_ERROR"), (WAITS_AT, "TIMEOUT")]
 )

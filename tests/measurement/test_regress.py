@@ -110,6 +110,7 @@ def test_version_that_no_longer_passes_is_broken_without_times(root):
     assert row.reason.startswith("passed before, now INCORRECT_NUMERICAL")
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # a session; one finds a regression daily
 def test_control_that_differs_from_itself_cancels_a_regression(root):
     rewrite(root, SLOW)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))
@@ -129,6 +130,7 @@ def test_old_version_that_fails_or_does_not_fit_is_not_compared(root):
     assert "entry_point" in reasons["row_scale_other"]
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # two sessions; one finds a regression daily
 def test_a_run_of_the_store_is_compared_with_through_its_digests(root):
     rewrite(root, FAST + "# measured\n")
     commit(root, "measured")

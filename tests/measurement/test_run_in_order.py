@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tilegym_db.paths import shipped_root
 
 TOOL = shipped_root() / "tools" / "run_in_order.py"
@@ -43,6 +45,7 @@ def test_lines_that_the_time_did_not_allow_are_named(tmp_path):
     assert (tmp_path / "homes" / "left.txt").read_text() == f"{waits}\npython -c pass\n"
 
 
+@pytest.mark.turn("tools/run_in_order.py")  # separate processes
 def test_a_plan_that_continues_keeps_the_output_before(tmp_path):
     run(tmp_path, "python -c 'print(1)'\n", seconds=60)
     run(tmp_path, "python -c 'print(2)'\n", seconds=60)

@@ -84,7 +84,7 @@ ZOO: dict[str, tuple[str, dict[str, object], str, str]] = {
         r"raised at .*: ValueError: \[/red\] . no such shape",
     ),
     "raises_when_imported": ("def run(x, weight, factor, out): pass\n1 / 0", {}, "RUNTIME_ERROR", "does not load"),
-    "hangs": (HEAD + "time.sleep(3600)", {}, "TIMEOUT", "the call did not return within 6 s"),
+    "hangs": (HEAD + "time.sleep(3600)", {}, "TIMEOUT", "the call did not return within 3 s"),
     "exits": (HEAD + "os._exit(7)", {}, "RUNTIME_ERROR", "the worker died"),
     "crashes": (HEAD + "os.kill(os.getpid(), 11)", {}, "RUNTIME_ERROR", "the worker died"),
     "is_random": (
@@ -160,7 +160,7 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
     catalog = make_catalog(folder / "catalog", solutions, workloads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tilegym_db.measurement.local_executor.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0)
+            "tilegym_db.measurement.local_executor.RunnerLimits", functools.partial(RunnerLimits, first_call_s=3.0)
         )
         patch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
         yield bench(devices="cpu", catalog=catalog, store_home=folder / "home", quick=True)

@@ -118,6 +118,7 @@ def said(package: Path, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # two promotions; test_sandbox_levels.py has the level daily
 @pytest.mark.sweep(2)
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)

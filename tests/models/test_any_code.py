@@ -63,6 +63,7 @@ def reasons(model: torch.nn.Module, desk: Desk, ids: torch.Tensor = IDS) -> dict
         return dict(site.bypassed)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seam", [SCAN, RAMP], ids=lambda seam: seam.name)
 def test_drafted_part_is_served_bit_for_bit(model: Hybrid, seam: Seam, desk: Desk) -> None:
     definition = drafted(seam)

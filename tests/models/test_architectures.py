@@ -154,7 +154,7 @@ def test_forward_runs_kernels_with_the_bits_of_stock(
     assert all(site.counts.stock_calls == 0 and not site.bypassed for site in sites)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("name", "way"), [*((name, way) for name in DENSE for way in WAYS), *((n, "") for n in OTHER)])
 def test_greedy_tokens_are_those_of_stock(
     name: str, way: str, kernels: Catalog, build: Any, prompt: Any, left_padded: Any

@@ -616,6 +616,7 @@ def test_kept_forward_runs_stock_after_unpatch(poison: Catalog, build: Any, prom
     assert alive() is None
 
 
+@pytest.mark.turn("tilegym_db/models/parts/attention.py")  # compilation; eager code is compared daily
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_compiled_code_keeps_the_models_own_attention(
     name: str, poison: Catalog, logits: Any, build: Any, prompt: Any

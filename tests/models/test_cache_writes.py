@@ -258,6 +258,7 @@ def writes_of(handle: Any) -> Any:
     return row
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma3", 2), ("qwen3_5", 1), ("gpt_oss", 2)])
 def test_a_kernel_writes_each_step_with_the_tokens_of_stock(name: str, layers: int, shop: Any) -> None:

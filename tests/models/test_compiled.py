@@ -230,6 +230,8 @@ def test_inductor_runs_kernels_between_its_own_code(kernels: Catalog, build: Any
         assert (handle.report().hits()["rms_norm"], handle.report().hits()["swiglu"]) == (2, 2)
 
 
+# Compilation; eager code falls back daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 def test_failing_kernel_falls_back_in_the_promised_layout(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model = build_one_layer(build, "phi3")
     stock = logits(model, prompt(2))
@@ -260,6 +262,8 @@ def test_gradients_of_compiled_code_are_those_of_stock(
     assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
 
 
+# Compilation; eager code is compared daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
 def test_transforms_in_compiled_code_see_the_models_own_code(way: str, kernels: Catalog, build: Any) -> None:
@@ -298,6 +302,8 @@ def test_two_patched_models_of_one_class_keep_their_own_kernels(
     assert [handle.report().hits() for handle in handles] == [SERVED["qwen3"], {"swiglu": 1}]
 
 
+# Compilation; one graph is compared daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 def test_generation_with_a_compiled_static_cache_runs_kernels(kernels: Catalog, build: Any, prompt: Any) -> None:
     model, ids = build_one_layer(build), prompt()
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
@@ -328,6 +334,8 @@ def kernels_of(handle: Any) -> list[tuple[Any, ...]]:
     return [(key.axes, key.solution, key.reason) for key in keys]
 
 
+# Compilation; one graph is compared daily.
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/rewrite.py")
 def test_graph_capture_runs_kernels_for_known_calls_only(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:

@@ -69,7 +69,7 @@ def test_what_generate_offers_stays_as_it_is(name, model):
 PROMPTS = {"shorter": WINDOW // 2, "one less": WINDOW - 1, "full": WINDOW, "one more": WINDOW + 1, "longer": 3 * WINDOW}
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(22)
 @pytest.mark.parametrize("length", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -564,6 +564,7 @@ def test_only_plain_projections_are_fused_with_their_gate(
     assert handle.report().hits()["gemm_swiglu"] == 0
 
 
+@pytest.mark.turn("tilegym_db/models/gate_product.py", "tilegym_db/models/parts/")  # captures a model
 @pytest.mark.usefixtures("in_graphs")
 def test_a_gate_that_only_graphs_fuse_stays_in_the_model(
     shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]

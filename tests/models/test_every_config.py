@@ -37,7 +37,7 @@ def stacks(model: torch.nn.Module) -> dict[str, int]:
     return {name: len(one) for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList)}
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_config_that_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
     try:

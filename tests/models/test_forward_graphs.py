@@ -146,6 +146,7 @@ def test_replays_of_encoders_are_forwards(name, masked):
     assert (report.captured, report.replayed) == (1, 3), report.stock
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_replays_of_decoders_are_forwards(name, use_cache):
@@ -387,6 +388,7 @@ def test_hooks_that_were_removed_are_forgotten():
     assert graphs.report().captured == 2
 
 
+@pytest.mark.turn("tilegym_db/models/forward_graphs.py")  # collects all garbage
 def test_a_model_that_is_dropped_takes_its_weights_along():
     model = encoder()
     graphs = in_graphs(model)
@@ -808,6 +810,7 @@ def test_copies_and_removal_run_as_before():
     assert graphs.report().stock == {UNPATCHED: 1}
 
 
+@pytest.mark.turn("tilegym_db/models/forward_graphs.py")  # compilation; eager code is compared daily
 def test_compiled_code_has_the_own_forward():
     stock, model = encoder(), encoder()
     graphs = in_graphs(model)

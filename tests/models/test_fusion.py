@@ -33,6 +33,7 @@ def hits_and_bypassed(handle: Any, fused: str = FUSED) -> tuple[int, set[str]]:
 # -- in a model -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "fused"),
     [("llama", FUSED), ("qwen3", FUSED), ("gpt_oss", f"{FUSED}_fp32"), ("qwen3_next", f"{FUSED}_gemma")],

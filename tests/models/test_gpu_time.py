@@ -134,6 +134,7 @@ def names_of_marks(call: Any) -> list[str]:
     return sorted(str(event["name"]).removeprefix(MARK) for event in events if str(event["name"]).startswith(MARK))
 
 
+@pytest.mark.turn("tilegym_db/models/gpu_time.py")  # profiles
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernel_calls_are_marked_only_during_a_profile(
     compiled: bool, kernels: Catalog, build: Any, prompt: Any, logits: Any

@@ -421,6 +421,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(chunked: Catalog, llama: An
         assert type(model(ids).logits) is torch.Tensor
 
 
+@pytest.mark.turn("tilegym_db/models/parts/")  # compilation; eager code is compared daily
 def test_compiled_training_is_stock(chunked: Catalog, llama: Any) -> None:
     model, ids = llama
     stock = model(ids, labels=ids)

@@ -238,6 +238,7 @@ def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, hom
     assert (home / "catalog" / "workloads" / "activation" / "swiglu.jsonl").is_file()
 
 
+@pytest.mark.turn("tilegym_db/models/bench/", "tilegym_db/models/capture.py")  # verifies and measures a model
 def test_what_was_captured_can_be_measured(kernels: Catalog, config: Path) -> None:
     from tilegym_db import bench
 
@@ -295,6 +296,7 @@ def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, h
     }
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # measures a model; the test before does so daily
 def test_a_run_without_kernels_says_so(config: Path) -> None:
     result = invoke(models.bench_command, config, *BRIEF, "--wide")
     assert result.exit_code == 0, result.output
@@ -311,6 +313,7 @@ def test_a_run_without_kernels_says_so(config: Path) -> None:
     ]
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # measures a model
 @pytest.mark.filterwarnings("ignore:tilegym-db")
 def test_a_kernel_that_raises_is_a_finding(shop: Any, config: Path) -> None:
     shop.offer("    raise ValueError('boom')\n")
@@ -366,6 +369,7 @@ def test_without_stock_or_patched_there_is_no_comparison(name: str) -> None:
         )
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # measures a model
 def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalog, config: Path) -> None:
     arguments = (
         "--gpu",
@@ -519,6 +523,7 @@ def test_a_library_that_is_not_known_is_wrong_usage(config: Path) -> None:
         raise result.exception or AssertionError
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # measures a model
 def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: Path) -> None:
     result = invoke(models.bench_command, config, *BRIEF, "--profile")
     assert result.exit_code == 0, result.output
@@ -528,6 +533,7 @@ def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: 
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turn("tilegym_db/models/bench/")  # measures a model
 @pytest.mark.parametrize("new", [0, 3])
 def test_stock_runs_with_each_implementation_of_experts(new: int, kernels: Catalog, moe_config: Path) -> None:
     asked = [one for name in ("eager", "batched_mm", "grouped_mm") for one in ("--experts", name)]

@@ -326,6 +326,7 @@ def test_threads_get_the_tokens_of_stock():
     assert not wrong
 
 
+@pytest.mark.turn("tilegym_db/models/prompt_graphs.py")  # captures many graphs
 def test_graphs_that_are_used_least_are_dropped(monkeypatch):
     monkeypatch.setattr("tilegym_db.models.prompt_graphs.MAX_HELD", 2 * MIN_COUNTED)
     stock, model = made(), made()
@@ -343,6 +344,7 @@ def test_all_graphs_together_are_bounded():
     assert 16 * MIN_COUNTED <= MAX_HELD  # else a few short prompts would take turns
 
 
+@pytest.mark.turn("tilegym_db/models/prompt_graphs.py")  # captures many graphs
 def test_dropped_graphs_that_did_not_pay_make_the_next_ones_wait(monkeypatch):
     monkeypatch.setattr("tilegym_db.models.prompt_graphs.MAX_HELD", MIN_COUNTED)
     model = made()
@@ -622,6 +624,7 @@ def test_layers_that_share_keys_do_not_keep_prompts_out():
 
 # A capture refuses kernels of experts on a CPU, which read tensors.
 @pytest.mark.filterwarnings("ignore:tilegym-db")
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss", "deepseek_v3"])
 def test_prompts_of_a_patched_model_are_captured_with_kernels(name, shop, build, monkeypatch):
     monkeypatch.setattr(Decoding, "fits", staticmethod(lambda model: True))

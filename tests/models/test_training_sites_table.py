@@ -29,6 +29,7 @@ def calls_of(step: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.turn("benchmarks/training_sites.py")  # a script
 def test_each_call_of_a_step_has_an_answer_and_a_time(training_sites: ModuleType) -> None:
     step = training_sites.step_of("vit-base", "h200", CATALOG)
     assert calls_of(step) == {

@@ -37,6 +37,7 @@ def assert_close(found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor],
         assert error <= TOLERANCE[dtype], f"{name}: relative error {float(error):.2g}"
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("name", MODELS)

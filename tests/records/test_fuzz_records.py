@@ -258,6 +258,7 @@ DAMAGE: list[Callable[[str], bytes]] = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
 def test_damaged_record_is_read_or_refused_by_name(kind: str, tmp_path: Path, pytestconfig: pytest.Config):

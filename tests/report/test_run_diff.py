@@ -75,6 +75,7 @@ def two(store: Store, catalog: Catalog, tmp_path_factory: pytest.TempPathFactory
         yield opened
 
 
+@pytest.mark.turn("tilegym_db/report/")  # measures twice
 def test_two_runs_differ_if_one_is_slower_or_lacks_a_measurement(two: Store) -> None:
     diff = read_diff(two, A, B)
     assert {change: len(diff.of(change)) for change in CHANGES if diff.of(change)} == {

@@ -117,6 +117,7 @@ def test_worker_that_takes_too_much_is_ended_with_the_reason(body, bound, peer, 
     assert_nothing_left(worker)
 
 
+@pytest.mark.sweep(2)
 def test_memory_that_processes_share_counts_once(peer, confining_level):
     body = "block = bytearray(os.urandom(1 << 20) * 100)\nfor _ in range(10):\n    if os.fork() == 0: time.sleep(90)\n"
     bounds = replace(
@@ -244,6 +245,7 @@ with scratch_folder(Path(sys.argv[1])) as folder:
 """
 
 
+@pytest.mark.sweep(2)
 def test_workers_end_with_a_harness_that_was_killed(tmp_path, write_peer, confining_level):
     script = write_peer(tmp_path / "peer.py", DAEMON)
     command = [sys.executable, "-c", HARNESS, str(tmp_path), str(script), str(confining_level)]

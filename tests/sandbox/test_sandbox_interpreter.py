@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import torch
 import triton
@@ -60,6 +62,7 @@ print("as hardware does")
 """
 
 
+@pytest.mark.turn("tilegym_db/backends/triton.py", "tilegym_db/sandbox/")  # loads an interpreter in a worker
 def test_bfloat16_casts_and_products_are_those_of_hardware(tmp_path: Path):
     script = tmp_path / "script.py"  # Triton reads the source of a kernel from its file
     script.write_text(SCRIPT)

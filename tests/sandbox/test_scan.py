@@ -163,6 +163,7 @@ def test_finding_names_place_rule_culprit_and_way_out() -> None:
     )
 
 
+@pytest.mark.turn("tools/docs_site/", "tilegym_db/sandbox/scan/")  # loads the tools of the site
 def test_the_rules_print_as_a_table() -> None:
     lines = rule_table().splitlines()
     assert len(lines) == len(RULES) + 2

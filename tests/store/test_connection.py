@@ -220,6 +220,7 @@ def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, ro
             writer.kill()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("read_only", [True, False, None])
 def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch, read_only):
     """Under load creation takes longer than any other use of the lock; None stands for a rebuild."""
@@ -329,6 +330,7 @@ def test_rebuild_remakes_an_older_store_from_its_journals_alone(opened, old_stor
         assert read_traces(store, old_store) == dict([next(iter(old_store.items()))])
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/schema.sql")  # a separate process
 def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home, root):
     code = (
         "import sys; from pathlib import Path; from tilegym_db.catalog import Catalog\n"
@@ -341,6 +343,7 @@ def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home
     assert told[1] == ""
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills a store twice
 def test_older_store_stays_whole_if_the_new_one_has_no_room(opened, old_store, home, file_size_limit):
     before = (home / "tilegym.duckdb").read_bytes()
     for read_only in (True, False):
@@ -355,6 +358,7 @@ def test_older_store_stays_whole_if_the_new_one_has_no_room(opened, old_store, h
         assert read_traces(store, old_store) == old_store
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # a separate process
 def test_a_reader_that_cannot_make_an_older_store_anew_says_why(opened, old_store, home):
     reading = HOLDER.replace("(sys.argv[1])", "(sys.argv[1], read_only=True)")
     holder = subprocess.Popen(

@@ -203,6 +203,7 @@ def test_ingesting_again_adds_nothing(opened, write_traces, trace):
         assert count_traces(store) == 2
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -328,6 +329,7 @@ def test_ingest_killed_afterwards_is_seen_by_readers_and_writers(opened, home, r
             assert count_traces(store) == 50
 
 
+@pytest.mark.turn("tilegym_db/store/filling.py")  # a small disk
 def test_a_full_disk_ingests_nothing_and_the_store_still_opens(opened, home, write_traces, trace, file_size_limit):
     before = trace()
     many = write_traces(*(trace(log="".join(chr(33 + i * j % 90) for j in range(3000))) for i in range(1, 1500)))

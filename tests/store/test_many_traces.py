@@ -53,6 +53,7 @@ def seconds(call: object) -> float:
     return time.process_time() - begun
 
 
+@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/")  # stores of many traces
 def test_best_of_one_operator_does_not_read_the_others(store: Store) -> None:
     assert best_rows(store, "rms_norm", for_table=True)
     assert seconds(lambda: best_rows(store, "rms_norm", for_table=True)) < 1.0

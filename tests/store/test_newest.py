@@ -47,6 +47,8 @@ def answers(store) -> dict[str, object]:
     return {"found": found, "wanted": wanted}
 
 
+# Drawn histories; chosen ones are tested daily.
+@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/filling.py")
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_marked_traces_answer_as_all_of_them_would(opened, write_traces, trace, tmp_path, root, seed):

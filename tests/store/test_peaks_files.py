@@ -105,6 +105,7 @@ def test_a_file_of_peaks_that_is_not_valid_is_named_and_left_out(opened, home, c
     assert f"left out: {path}: not a valid peaks: l2_bytes" in record.getMessage()
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/store/publish.py")  # fills two stores
 def test_own_peaks_are_published_and_fill_another_store(opened, home, root, trace, write_traces, tmp_path):
     save_peaks(calibration(), home)
     with opened() as store:

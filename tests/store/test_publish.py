@@ -201,6 +201,7 @@ def test_what_a_later_failure_took_back_is_published_no_more(opened, write_trace
     assert read_journal(folder / "activation" / "shift.jsonl.gz").traces == (failure,)
 
 
+@pytest.mark.turn("tilegym_db/store/publish.py", "tilegym_db/published/")  # fills two stores
 def test_store_with_an_older_snapshot_learns_what_was_taken_back(
     shipped, opened, write_traces, traces, trace, root, home
 ):

@@ -149,6 +149,7 @@ def test_unsandboxed_pass_counts_but_supersedes_no_public_one(filled, trace):
         assert [row["trace_id"] for row in publishable_rows(store, "h200")] == [confined.trace_id]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("status", REVOKING)
 def test_later_failure_takes_back_passes_of_source_and_config(filled, trace, status):
     passed, config = trace(m=1), {"BLOCK_M": 4}
@@ -162,6 +163,7 @@ def test_later_failure_takes_back_passes_of_source_and_config(filled, trace, sta
         assert verified_ids(store, "l4") == [elsewhere.trace_id]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("status", "gate", "counts"),
     [

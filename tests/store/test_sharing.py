@@ -118,6 +118,7 @@ def reads(monkeypatch) -> list[str]:
     return seen
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # reads files as often as a week does
 def test_a_file_is_read_once_by_publish_and_once_by_questions(publish, trace, shared, reads, home, monkeypatch):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(home))
     publish(trace(latency_us=9.0))
@@ -345,6 +346,7 @@ def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
     assert "wJalrXUtnFEMI" not in str(error.value)
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # waits 2 s
 def test_a_service_that_never_answers_is_given_up_soon(s3, monkeypatch):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")

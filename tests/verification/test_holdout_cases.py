@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,6 +90,7 @@ def places(draw: st.DrawFn) -> tuple[str, str, tuple[int, str]]:
 SEEDS = st.integers(0, PROMOTIONS - 1)
 
 
+@pytest.mark.turn("tilegym_db/verification/cases.py")  # drawn properties
 def test_any_property_of_strides_is_met_by_some_case():
     def exposed(place: tuple[str, str, tuple[int, str]], seed: int) -> bool:
         definition, cases = promotion(place[0], seed)
@@ -111,6 +113,7 @@ def test_inputs_share_memory_in_every_way_that_there_is():
     assert share(exposed, name=names, way=st.sampled_from(["same", "beside"]), seed=SEEDS) >= SHARE
 
 
+@pytest.mark.turn("tilegym_db/verification/cases.py")  # drawn numbers
 def test_any_number_of_rows_up_to_65536_is_exceeded():
     def exposed(name: str, rows: int, seed: int) -> bool:
         definition = CATALOG.definition(CATALOG.solution(name).record.definition)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from shipped_records import CATALOG
 
+from tilegym_db.measurement.run_setup import extent_of
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.expected import is_affordable, make_large_case
-from tilegym_db.verification.large import INDEX_LIMIT, WHOLE_LENGTHS, extent_of, large_cases, sampled_rows, varying_axes
+from tilegym_db.verification.large import INDEX_LIMIT, WHOLE_LENGTHS, large_cases, sampled_rows, varying_axes
 from tilegym_db.verification.verifier import Failure, judge_large
 
 

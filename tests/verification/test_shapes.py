@@ -189,7 +189,7 @@ def test_constraints_of_definition_and_solution_all_hold(constraints, seed, own,
 
 
 @given(seed=st.integers(0, 2**62))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_interpreter_is_asked_for_fewer_rows(seed, operator):
     def rows(most: int, seed: int) -> list[int]:
         cases = fuzz_cases(

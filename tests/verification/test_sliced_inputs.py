@@ -56,6 +56,7 @@ def resident(what: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
 
 
+@pytest.mark.turn("tilegym_db/verification/")  # an oracle of many experts
 def test_the_oracle_of_many_experts_takes_memory_for_one():
     # 24 experts of 12 MiB of weights in fp64 each: 288 MiB as a whole.
     given = inputs({"M": 4, "H": 1024, "I": 512, "E": 24, "K": 2})

@@ -85,6 +85,7 @@ def test_cases_that_differ_in_more_than_contents_are_not_stacked(definition: Any
     )
 
 
+@pytest.mark.turn("tilegym_db/verification/")  # oracles of many cases
 def test_cases_without_memory_for_all_are_evaluated_one_by_one(definition: Any, monkeypatch: Any) -> None:
     def none_left(*_: Any) -> None:
         raise torch.OutOfMemoryError

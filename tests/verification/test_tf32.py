@@ -50,6 +50,7 @@ def refusals(operand: Callable[[torch.Tensor], torch.Tensor], math: str, seed: i
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "operand",
@@ -64,6 +65,7 @@ def test_correct_product_in_tf32_passes_all_cases(operand: Callable[[torch.Tenso
     assert refusals(operand, "ieee", seed) != []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_operands_in_bfloat16_are_no_declared_tf32(seed: int) -> None:
     assert len(refusals(lambda value: value.bfloat16().float(), "tf32", seed)) > 3

@@ -93,6 +93,7 @@ def test_time_taken_by_the_host_can_leave_a_claim_open(stolen_us, known):
     assert may_be_host_delay(100.0, run) is not known
 
 
+@pytest.mark.turn("tilegym_db/sandbox/")  # takes processor time
 def test_what_the_host_took_does_not_excuse_processor_time():
     spun = on_a_host(Elapsed(NULL + 24 * 500.0, 24 * 500.0, 0.0, 24 * 500.0))
     assert not may_be_host_delay(100.0, spun)

@@ -81,7 +81,7 @@ def fit_command(
 
     devices = devices_of_options(gpu, gpus)
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt-tokens", prompt_tokens)
-    from tilegym_db.cli.bench import Progress
+    from tilegym_db.cli.kit.progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
     options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock, require)
@@ -223,7 +223,7 @@ def bench_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.cli.bench import Progress
+    from tilegym_db.cli.kit.progress import Progress
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 
     options = ModelBenchOptions(
@@ -441,7 +441,7 @@ def _measure(
 
     devices = devices_of_options(gpu, gpus)
     begin_workers(devices)
-    from tilegym_db.cli.bench import Progress
+    from tilegym_db.cli.kit.progress import Progress
     from tilegym_db.loop.coverage import measure_next, served_share
 
     def planned(plan: CoveragePlan) -> None:

@@ -534,8 +534,10 @@ def refuse_absent(devices: Devices) -> None:
         return
     if gpus is not None and (asked == CPU or not driver_files()):
         choose_gpus(gpus, [], asked)
-    wanted = None if asked == "auto" else parse_gpu(asked, map(gpu_slug, driver_gpu_names()))
-    if wanted is None or wanted == CPU:
+    if asked in (CPU, "auto"):
+        return
+    wanted = parse_gpu(asked, map(gpu_slug, driver_gpu_names()))
+    if wanted == CPU:  # in capital letters
         return
     if not driver_files():
         raise HardwareError(_NO_GPU.format(asked=asked), code="gpu_absent")

@@ -23,6 +23,7 @@ from tilegym_db.measurement.machine import Machine, Missing, Site, select_machin
 from tilegym_db.measurement.plan import DoneKey, LikelyFastest, Options, PairKey, Plan, make_plan
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import home
+from tilegym_db.published.neighbours import largest_tensor
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.text import canonical_json
 from tilegym_db.records.trace import (
@@ -335,6 +336,12 @@ def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
     return found
 
 
+def extent_of(definition: Definition, passed: Sequence[Mapping[str, int]]) -> tuple[dict[str, int], int]:
+    """Return the largest size of each independent axis in large cases that passed, and the elements of their largest tensor."""
+    sizes = {name: max(axes[name] for axes in passed) for name in definition.divisible_axes} if passed else {}
+    return sizes, max((largest_tensor(definition, axes) for axes in passed), default=0)
+
+
 def fuzz_cases_of(
     cases: list[str],
     dropped: list[str],
@@ -345,7 +352,7 @@ def fuzz_cases_of(
 ) -> FuzzCases:
     """Return the cases that a solution passed in this run, as a count and a digest of their descriptions.
 
-    Scalars are ranges, ``reached`` is the extent of the large cases (:func:`~tilegym_db.verification.large.extent_of`), and
+    Scalars are ranges, ``reached`` is the extent of the large cases (:func:`extent_of`), and
     ``slices`` is the number of slices that had the same bits alone as in their call.
     """
     largest, elements = reached

@@ -15,7 +15,7 @@ import torch
 from tilegym_db.measurement.audit import PROFILED_CALLS, AuditWorker, Ownership, audit_clock, audit_ownership
 from tilegym_db.measurement.machine import require_healthy, timing_lock
 from tilegym_db.measurement.plan import DefinitionPlan
-from tilegym_db.measurement.run_setup import RunContext, fuzz_cases_of
+from tilegym_db.measurement.run_setup import RunContext, extent_of, fuzz_cases_of
 from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting_share, why_too_busy
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
@@ -25,7 +25,6 @@ from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.contents import KEPT_BYTES, ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import give_back_memory, raising_out_of_memory
-from tilegym_db.verification.large import extent_of
 from tilegym_db.verification.phases import CLOCK, LONG_RUN, OWNERSHIP, ROUNDS, TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure

@@ -20,7 +20,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
 from tilegym_db.published.checked import Checked
-from tilegym_db.published.input_files import published_folders
+from tilegym_db.published.input_files import imported_manifests, published_folders
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.records.text import binding_key
@@ -40,7 +40,7 @@ from tilegym_db.store.connection import (
     write_ahead_log,
     writer_lock,
 )
-from tilegym_db.store.imported import sync_imported
+from tilegym_db.store.imported import whole_records_file
 from tilegym_db.store.journal import (
     IngestReport,
     Journal,
@@ -364,7 +364,7 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             rows = published_model_rows(catalog, store.home, refused)
             _insert(connection, statements.SYNC_PUBLISHED_MODEL_RUNS, rows)
         if "imported" in parts:
-            sync_imported(connection, store.home)
+            _sync_imported(connection, store.home)
         if "loop" in parts:
             sync_loop(connection, store.home, catalog)
         if not {"catalog", "peaks"}.isdisjoint(parts) and judge_passes(connection):
@@ -390,6 +390,14 @@ def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog, checked: Che
     _insert(connection, statements.SYNC_DEFINITIONS, definitions)
     _insert(connection, statements.SYNC_SOLUTIONS, solutions)
     _insert(connection, statements.SYNC_WORKLOADS, workloads)
+
+
+def _sync_imported(connection: DuckDBPyConnection, home: Path) -> None:
+    connection.execute(statements.FORGET_IMPORTED)
+    found = (whole_records_file(manifest) for manifest in imported_manifests(home))
+    paths = [str(path) for path in found if path is not None]
+    if paths:
+        connection.execute(statements.INSERT_IMPORTED, {"files": paths})
 
 
 def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: list[dict[str, Any]]) -> None:

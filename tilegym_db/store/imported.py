@@ -20,7 +20,7 @@ from tilegym_db.files import hold_lock, write_atomically
 from tilegym_db.published.input_files import imported_folder, imported_manifests
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
+    pass
 
 
 LOCK_TIMEOUT_S = 10.0
@@ -439,21 +439,3 @@ def whole_records_file(manifest: Path) -> Path | None:
 def records_name(content: bytes) -> str:
     """Return the name of a file of records, by its content."""
     return f"records-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
-
-
-# ---- synced ---------------------------------------------------------------------------------------
-
-
-def sync_imported(connection: DuckDBPyConnection, home: Path) -> None:
-    """Replace the database's copy of all imported records."""
-    connection.execute("DELETE FROM imported_records")
-    paths = [path for manifest in imported_manifests(home) if (path := whole_records_file(manifest)) is not None]
-    if paths:
-        connection.execute(_INSERT, {"files": [str(path) for path in paths]})
-
-
-_INSERT = """INSERT INTO imported_records
-    SELECT origin, kind, name, definition, path, line, digest, coalesce(unset, []), coalesce(findings, []), record
-    FROM read_json($files, format = 'newline_delimited', maximum_object_size = 67108864, columns = {
-        origin: 'VARCHAR', kind: 'VARCHAR', name: 'VARCHAR', definition: 'VARCHAR', path: 'VARCHAR', line: 'BIGINT',
-        digest: 'VARCHAR', unset: 'VARCHAR[]', findings: 'VARCHAR[]', record: 'JSON'})"""

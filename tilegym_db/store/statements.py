@@ -130,6 +130,12 @@ SYNC_PEAKS = (
             '[{"gpu":"VARCHAR","gpu_name":"VARCHAR","driver":"VARCHAR","timestamp":"TIMESTAMPTZ","is_own":"BOOLEAN",
             "record":"JSON"}]'), recursive := true))""",
 )
+FORGET_IMPORTED = "DELETE FROM imported_records"
+INSERT_IMPORTED = """INSERT INTO imported_records
+    SELECT origin, kind, name, definition, path, line, digest, coalesce(unset, []), coalesce(findings, []), record
+    FROM read_json($files, format = 'newline_delimited', maximum_object_size = 67108864, columns = {
+        origin: 'VARCHAR', kind: 'VARCHAR', name: 'VARCHAR', definition: 'VARCHAR', path: 'VARCHAR', line: 'BIGINT',
+        digest: 'VARCHAR', unset: 'VARCHAR[]', findings: 'VARCHAR[]', record: 'JSON'})"""
 # All published steps are reloaded as well. Steps of this machine are loaded run by run, as journals are.
 INSERT_TUNING = """INSERT INTO tuning_records
     SELECT is_own, run_id, gpu, solution, solution_digest, definition_digest, workload_uuid, config_key, outcome,

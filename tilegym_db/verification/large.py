@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
-from tilegym_db.published.neighbours import largest_tensor, lengths_of
+from tilegym_db.published.neighbours import lengths_of
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, is_code_selecting, scalars_with_axes
 from tilegym_db.records.definition_parts import contiguous_strides
@@ -154,12 +154,6 @@ def varying_axes(definition: Definition) -> list[str]:
     alone = () if serving is None else (names[0] for names in serving.independent if len(names) == 1)
     names = definition.var_axes if serving is None else dict.fromkeys((*lengths_of(definition), *alone))
     return [axis for axis in names if axis not in sizes]
-
-
-def extent_of(definition: Definition, passed: Sequence[Mapping[str, int]]) -> tuple[dict[str, int], int]:
-    """Return the largest size of each independent axis in large cases that passed, and the elements of their largest tensor."""
-    sizes = {name: max(axes[name] for axes in passed) for name in definition.divisible_axes} if passed else {}
-    return sizes, max((largest_tensor(definition, axes) for axes in passed), default=0)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def test_silent_address_is_refused_within_seconds_in_a_sentence(home):
     assert time.monotonic() - began < 30  # most of it is PyTorch
 
 
+@pytest.mark.turn("tilegym_db/measurement/machine.py")  # a process that loads Ray
 @pytest.mark.slow
 def test_port_that_is_not_rays_is_refused_in_a_fresh_process(monkeypatch):
     """Ray itself would try for a minute, and then end the process."""

@@ -174,9 +174,11 @@ sys.exit(7 if orders.get(timeout=10) is None else 1)
 """
 
 
+@pytest.mark.turn("tilegym_db/measurement/devices/")  # waits for processes
 def test_waiting_supervisor_ends_with_its_orders_unsignalled():
     assert subprocess.run([sys.executable, "-c", WAITS], timeout=30).returncode == 7
 
 
+@pytest.mark.turn("tilegym_db/measurement/devices/")  # waits for processes
 def test_supervisor_that_catches_interrupts_ends_with_its_orders():
     assert subprocess.run([sys.executable, "-c", SWALLOWS], timeout=20).returncode == 1

@@ -143,6 +143,7 @@ def promoted(first, catalog, folder) -> BenchReport:
     return verify(("row_scale_blocked",), devices="cpu", catalog=catalog, store_home=folder / "home")
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/")  # a search and a promotion
 def test_promotion_takes_the_tuned_config_beside_the_defaults(promoted, catalog, folder):
     assert sorted((trace.solution, trace.config.get("ROWS", 0), trace.status) for trace in promoted.traces) == [
         ("row_scale_blocked", 0, "PASSED"),
@@ -167,6 +168,7 @@ def test_the_resolver_launches_the_tuned_config(promoted, catalog, folder, check
     assert (key.solution, key.kernel_calls) == ("row_scale_blocked[ROWS=48]", 1)
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/")  # two promotions
 def test_published_config_is_judged_elsewhere_without_a_search(promoted, catalog, folder, tmp_path):
     with open_store(folder / "home", catalog=catalog) as store:
         publish(store, "cpu", tmp_path / "published")
@@ -239,6 +241,7 @@ class RefusesThree:
         pass
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/")  # a search with workers that die
 def test_config_that_breaks_compiler_or_worker_costs_only_itself(make_catalog, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ()
