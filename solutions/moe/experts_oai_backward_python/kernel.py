@@ -93,8 +93,8 @@ def run(
     grad_opened = grad_inner * more
     grad_scaled = torch.ops.aten.sigmoid_backward(grad_opened * gate, sigmoid)
     grad_both = torch.empty_like(both)
-    grad_both[:, 0::2] = torch.where(both[:, 0::2] <= limit, grad_opened * sigmoid + grad_scaled * alpha, 0)
-    grad_both[:, 1::2] = torch.where(both[:, 1::2].abs() <= limit, grad_inner * opened, 0)
+    grad_both[:, 0::2] = torch.where(both[:, 0::2] < limit, grad_opened * sigmoid + grad_scaled * alpha, 0)
+    grad_both[:, 1::2] = torch.where(both[:, 1::2].abs() < limit, grad_inner * opened, 0)
     grad_gate_up = _of_weights(rows, grad_both, ends, fast)
     grad_rows = _grouped(grad_both, gate_up.transpose(1, 2), ends, fast).masked_fill_(unused, 0)
     place = torch.empty_like(order)

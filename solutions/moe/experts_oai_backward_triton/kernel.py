@@ -121,7 +121,7 @@ def _rows_times_weights(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _between_products(
     both_ptr,
     passed_ptr,
@@ -134,60 +134,68 @@ def _between_products(
     starts_ptr,
     order_ptr,
     grad_out_stride,
+    pairs,
     H,
     I,
     alpha,
     limit,
     E: tl.constexpr,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One slot: gate and up in place to their gradients, the inner row times its routing weight, and that weight's gradient.
+    """ROWS slots: gate and up in place to their gradients, inner rows times their routing weights, and these weights' gradients.
 
     passed = the gradient of the sum times the second weights, before the routing weight.
     """
     T: tl.constexpr = both_ptr.dtype.element_ty
-    slot = tl.program_id(0).to(tl.int64)
-    own = tl.load(ids_ptr + slot)  # a pair of no expert has no slot, and its weight has no gradient
-    tl.store(grad_weights_ptr + slot, tl.zeros([], tl.float32).to(T), mask=(own < 0) | (own >= E))
-    if slot >= tl.load(starts_ptr + E):
+    slots = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    own = tl.load(ids_ptr + slots, mask=slots < pairs, other=0)
+    # A pair of no expert has no slot, and its weight has no gradient.
+    tl.store(
+        grad_weights_ptr + slots, tl.zeros([ROWS], tl.float32).to(T), mask=(slots < pairs) & ((own < 0) | (own >= E))
+    )
+    used = tl.load(starts_ptr + E)
+    if tl.program_id(0) * ROWS >= used:
         return
-    pair = tl.load(order_ptr + slot)
-    share = tl.load(weights_ptr + pair).to(tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
+    there = (slots < used)[:, None]
+    pair = tl.load(order_ptr + slots, mask=slots < used, other=0)
+    share = tl.load(weights_ptr + pair).to(tl.float32)[:, None]
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
     alternate = tl.arange(0, 2 * BLOCK)
     for start in range(0, I, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < I
-        both_ptrs = both_ptr + slot * 2 * I + 2 * start + alternate
-        both = tl.load(both_ptrs, mask=alternate < 2 * (I - start), other=0.0).to(tl.float32)
-        gate_given, up_given = tl.split(tl.reshape(both, [BLOCK, 2]))
+        inside = there & (columns < I)[None, :]
+        both_ptrs = both_ptr + slots[:, None] * 2 * I + (2 * start + alternate)[None, :]
+        both_inside = there & (alternate < 2 * (I - start))[None, :]
+        both = tl.load(both_ptrs, mask=both_inside, other=0.0).to(tl.float32)
+        gate_given, up_given = tl.split(tl.reshape(both, [ROWS, BLOCK, 2]))
         gate = _rounded(tl.minimum(gate_given, limit), T)
         up = _rounded(tl.minimum(tl.maximum(up_given, -limit), limit), T)
         sigmoid = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, T))), T)
         opened = _rounded(gate * sigmoid, T)
         more = _rounded(up + 1.0, T)
         inner = _rounded(more * opened, T)
-        passed = tl.load(passed_ptr + slot * I + columns, mask=inside, other=0.0)
+        passed = tl.load(passed_ptr + slots[:, None] * I + columns[None, :], mask=inside, other=0.0)
         sums += passed * inner
         grad_inner = _rounded(passed * share, T)
         grad_opened = _rounded(grad_inner * more, T)
         grad_scaled = _rounded(_rounded(grad_opened * gate, T) * (1.0 - sigmoid) * sigmoid, T)
         grad_gate = _rounded(grad_opened * sigmoid, T) + _rounded(grad_scaled * alpha, T)
-        grad_gate = tl.where(gate_given <= limit, grad_gate, 0.0)
-        grad_up = tl.where(tl.abs(up_given) <= limit, grad_inner * opened, 0.0)
-        grads = tl.interleave(grad_gate, grad_up).to(T)
-        tl.store(both_ptrs, grads, mask=alternate < 2 * (I - start))
-        tl.store(inner_ptr + slot * I + columns, (inner * share).to(T), mask=inside)
+        grad_gate = tl.where(gate_given < limit, grad_gate, 0.0)
+        grad_up = tl.where(tl.abs(up_given) < limit, grad_inner * opened, 0.0)
+        tl.store(both_ptrs, tl.interleave(grad_gate, grad_up).to(T), mask=both_inside)
+        tl.store(inner_ptr + slots[:, None] * I + columns[None, :], (inner * share).to(T), mask=inside)
     # The second bias of the row's expert is part of what the routing weight multiplies.
-    expert = tl.load(ids_ptr + pair)
-    given_ptr = grad_out_ptr + (pair // K).to(tl.int64) * grad_out_stride
+    expert = tl.load(ids_ptr + pair, mask=slots < used, other=0)
+    given_ptrs = grad_out_ptr + (pair // K).to(tl.int64)[:, None] * grad_out_stride
     for start in range(0, H, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        given = tl.load(given_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)
-        bias = tl.load(down_bias_ptr + expert * H + columns, mask=columns < H, other=0.0).to(tl.float32)
+        columns = (start + tl.arange(0, BLOCK))[None, :]
+        inside = there & (columns < H)
+        given = tl.load(given_ptrs + columns, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(down_bias_ptr + expert[:, None] * H + columns, mask=inside, other=0.0).to(tl.float32)
         sums += given * bias
-    tl.store(grad_weights_ptr + pair, tl.sum(sums, axis=0).to(T))
+    tl.store(grad_weights_ptr + pair, tl.sum(sums, axis=1).to(T), mask=slots < used)
 
 
 @triton.jit
@@ -365,9 +373,10 @@ def run(
         True, False, False, *shape, num_warps=warps, num_stages=3,
     )  # fmt: skip
     block = min(1024, max(32, 1 << (I - 1).bit_length()))
-    _between_products[(pairs,)](
+    at_once = 1024 // block
+    _between_products[(_cdiv(pairs, at_once),)](
         both, passed, inner, grad_out, down_bias, ids, weights, grad_weights, starts, order, grad_out.stride(0),
-        H, I, alpha, limit, E, K, block, num_warps=max(1, block // 256),
+        pairs, H, I, alpha, limit, E, K, at_once, block, num_warps=4,
     )  # fmt: skip
     columns = 64
     _sums_of_experts[(E, _cdiv(2 * I, columns))](
