@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import Flag, Int64, Real, Record, RecordPart, in_utc
-from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.text import NAME_PATTERN, canonical_json
 from tilegym_db.records.verdicts import (
@@ -104,7 +103,7 @@ class FuzzCases(RecordPart):
     """The run's secret seed, stored after the run (a 64-bit integer, in decimal)."""
     dropped: tuple[str, ...] = ()
     """Cases that were dropped, because the reference as written or stock code fails them too."""
-    scalars: dict[str, tuple[float, float]] = {}
+    scalars: dict[str, tuple[Real, Real]] = {}
     """Continuous scalar -> the smallest and the largest verified value. Missing in traces that predate ranges."""
     largest: dict[str, Int64] = {}
     """Independent axis -> its largest size in a large case that passed. Missing in traces that predate it."""
@@ -182,7 +181,7 @@ class Trace(Record):
     workload_uuid: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
-    scalars: dict[str, Scalar] = {}
+    scalars: dict[str, Flag | Int64 | Real | None] = {}
     layouts: dict[str, str] = {}
     blobs: dict[str, str] = {}
     """Input -> sha256 of the file with its contents. The contents of all other inputs were drawn."""
