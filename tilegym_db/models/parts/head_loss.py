@@ -5,7 +5,7 @@ makes no logits: it returns a tensor that stands for them. The loss function ask
 weight. It gets the loss and both gradients, and the backward scales them. Any other use of that tensor computes the logits by
 the head itself, and the loss is then that of stock. So a soft cap, a scale or another loss function gives the results of stock.
 
-A frozen head, as with LoRA, has a Definition of its own, because the gradient of the weight is a third of the work. Which of the
+A frozen head, as with LoRA, has another Definition, because the gradient of the weight is a third of the work. Which of the
 two a model asks for is decided at patch time.
 """
 
