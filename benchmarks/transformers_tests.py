@@ -2,11 +2,13 @@
 
 Needs the folder ``tests`` of a checkout of transformers, of about the installed version. Every architecture's tests run twice,
 each time in another process. In the patched run, each model is patched when it first generates, with what is published for the
-machine and CUDA graphs on, and stays patched. Counts kernel calls, replays, and why generations ran stock.
+machine and CUDA graphs on, and stays patched. Counts kernel calls, replays, and why generations ran stock. With ``--training``
+these are the tests that train, and a model is patched when it is first set to training mode.
 
     git clone --depth 1 --branch v5.17.0 https://github.com/huggingface/transformers /tmp/transformers
     python benchmarks/transformers_tests.py /tmp/transformers llama qwen3_moe --out tests.json    # tests of generation
     python benchmarks/transformers_tests.py /tmp/transformers llama -k "" --jobs 2                # every test
+    python benchmarks/transformers_tests.py /tmp/transformers llama gpt_oss --training            # tests of training
 
 Exits with 1 where a test that passes stock does not pass patched.
 """
@@ -29,9 +31,19 @@ from typing import Any
 
 GENERATION = "generat or cache or left_padding or assisted or prompt_lookup or decoding"
 """Words of the names of tests that generate."""
+TRAINING = "train or grad"
+"""Words of the names of tests that train."""
+PATCHES = "TILEGYM_DB_TESTS_PATCHES"
+"""Environment variable: the method of a model whose first call patches it, generate or train."""
 COUNTS = "TILEGYM_DB_TESTS_COUNTS"
 """Environment variable: the file for the counts of a patched run."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+WHAT_COUNTS = {
+    "kernel_calls": "kernel calls",
+    "backward_calls": "of them backward",
+    "graphs": "graphs",
+    "replays": "replays",
+}
 SHOWN = 4000
 """Characters at the end of a failure that are kept."""
 
@@ -56,14 +68,18 @@ def failures(report: Path) -> dict[str, str]:
     return found
 
 
-def run_tests(checkout: Path, name: str, words: str, seconds: float, *, patched: bool) -> dict[str, Any]:
-    """Run an architecture's tests in a process, and return their outcomes, the counts, and the last lines if none ran."""
+def run_tests(checkout: Path, name: str, words: str, seconds: float, *, patched: bool, at: str) -> dict[str, Any]:
+    """Run an architecture's tests in a process, and return their outcomes, the counts, and the last lines if none ran.
+
+    Args:
+        at: the method of a model whose first call patches it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report, counts = Path(folder) / "report.xml", Path(folder) / "counts.json"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         plugin: list[str] = []
         if patched:
-            environment |= {COUNTS: str(counts)}
+            environment |= {COUNTS: str(counts), PATCHES: at}
             here = str(Path(__file__).parent)
             environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
             plugin = ["-p", Path(__file__).stem]
@@ -114,6 +130,9 @@ def write_counts(handles: Sequence[Any], unpatched: collections.Counter[str]) ->
         stock.update(one.stock)
     counts = {
         "kernel_calls": sum(report.kernel_calls for report in reports),
+        "backward_calls": sum(
+            calls for report in reports for name, calls in report.hits().items() if "_backward" in name
+        ),
         "graphs": sum(one.captured for one in graphs),
         "replays": sum(one.replayed for one in graphs),
         "models": len(handles) + sum(unpatched.values()),
@@ -124,9 +143,11 @@ def write_counts(handles: Sequence[Any], unpatched: collections.Counter[str]) ->
 
 
 def pytest_configure() -> None:
-    """Patch each model that generates, once."""
+    """Patch each model once: when it first generates, or when it is first set to training mode."""
     if COUNTS not in os.environ:
         return
+    import torch
+    from transformers import PreTrainedModel
     from transformers.generation import GenerationMixin
 
     from tilegym_db.models.patch import patch_what_fits
@@ -136,19 +157,37 @@ def pytest_configure() -> None:
     handles: list[Any] = []  # a model stays patched as long as its handle exists
     atexit.register(write_counts, handles, unpatched)
     known = "_tilegym_db_of_tests"
+    entered: list[Any] = []
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if known in self.__dict__:
-            return stock(self, *args, **kwargs)
-        self.__dict__[known] = True
+    def patch_once(model: Any) -> bool:
+        """Return True if the model is patched now and was not before."""
+        if known in model.__dict__:
+            return False
+        model.__dict__[known] = True
         try:
-            handles.append(patch_what_fits(self))
+            handles.append(patch_what_fits(model))
         except Exception as error:
             unpatched[f"{type(error).__name__}: {error}"] += 1
-            return stock(self, *args, **kwargs)
-        return type(self).generate(self, *args, **kwargs)
+            return False
+        return True
 
-    GenerationMixin.generate = generate
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (type(self).generate if patch_once(self) else stock)(self, *args, **kwargs)
+
+    def train(self: Any, mode: bool = True) -> Any:
+        entered.append(self)
+        try:
+            torch.nn.Module.train(self, mode)  # and so that of every model inside, which the outermost patches
+        finally:
+            entered.pop()
+        if mode and not entered:
+            patch_once(self)
+        return self
+
+    if os.environ[PATCHES] == "train":
+        PreTrainedModel.train = train
+    else:
+        GenerationMixin.generate = generate
 
 
 # ---- The command ----------------------------------------------------------------------------------
@@ -159,16 +198,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of transformers")
     parser.add_argument("architectures", nargs="+", help="folders of tests/models")
-    parser.add_argument("-k", default=GENERATION, help="expression of pytest over names of tests")
+    parser.add_argument("--training", action="store_true", help="the tests that train, and not those that generate")
+    parser.add_argument("-k", help="expression of pytest over names of tests")
     parser.add_argument("--jobs", type=int, default=4, help="processes at the same time")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds of one process")
     parser.add_argument("--out", type=Path, help="JSON file of the rows")
     given = parser.parse_args(words)
+    at, usual = ("train", TRAINING) if given.training else ("generate", GENERATION)
+    words_of_tests = usual if given.k is None else given.k
     rows = []
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         runs = {
             (name, patched): pool.submit(
-                run_tests, given.checkout.resolve(), name, given.k, given.time_limit, patched=patched
+                run_tests, given.checkout.resolve(), name, words_of_tests, given.time_limit, patched=patched, at=at
             )
             for name in given.architectures
             for patched in (False, True)
@@ -176,11 +218,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for name in given.architectures:
             row = compared(name, runs[name, False].result(), runs[name, True].result())
             rows.append(row)
-            counts = ", ".join(
-                f"{row[key]} {what}"
-                for key, what in (("kernel_calls", "kernel calls"), ("graphs", "graphs"), ("replays", "replays"))
-                if key in row
-            )
+            counts = ", ".join(f"{row[key]} {what}" for key, what in WHAT_COUNTS.items() if key in row)
             print(
                 f"{name}: {row['passed_stock']} pass stock, {row['passed_patched']} patched; {counts or 'no counts'}",
                 flush=True,

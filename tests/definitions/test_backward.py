@@ -27,7 +27,7 @@ BACKWARDS = [
 OF_SUMS = [
     "add_rms_norm_backward", "add_rms_norm_fp32_backward", "add_rms_norm_gemma_backward", "add_layer_norm_backward",
 ]  # fmt: skip
-OF_MIXTURES = ["moe_experts_backward", "topk_softmax_backward"]
+OF_MIXTURES = ["moe_experts_backward", "moe_experts_oai_backward", "topk_softmax_backward"]
 """tests/definitions/test_mixture_gradients.py"""
 WITH_SAVED_TENSORS = [
     *OF_SUMS,

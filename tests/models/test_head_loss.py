@@ -15,12 +15,14 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models.parts.head_loss import (
     CHANGED,
     EVALUATION,
-    FROZEN,
+    FROZEN_SINCE,
     HAS_BIAS,
     NO_GRADIENT,
     NO_PLAIN_HEAD,
+    NOTHING_TRAINED,
     OTHER_HEAD,
     SCALED_LATER,
+    TRAINED_SINCE,
 )
 from tilegym_db.models.parts.loss import OTHER_LABELS, OTHER_LOSS
 from tilegym_db.models.report import CallSiteReport
@@ -28,6 +30,7 @@ from tilegym_db.models.report import CallSiteReport
 pytestmark = pytest.mark.sweep
 
 OP = "fused_linear_cross_entropy"
+OF_FROZEN = "fused_linear_cross_entropy_x"
 OPTIONS: dict[str, Any] = {"ops": (OP,), "skip_logits": True}
 MODELS = ["llama", "qwen3", "gemma3", "mistral", "phi3", "qwen3_moe", "gpt_oss"]
 BF16 = torch.bfloat16
@@ -268,7 +271,8 @@ def with_other_loss(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [(frozen, FROZEN), (hooked, OTHER_HEAD), (resized, OTHER_HEAD), (with_other_loss, OTHER_LOSS)]
+    ("change", "reason"),
+    [(frozen, FROZEN_SINCE), (hooked, OTHER_HEAD), (resized, OTHER_HEAD), (with_other_loss, OTHER_LOSS)],
 )
 def test_what_changes_after_the_patch_trains_as_stock(
     change: Any, reason: str, chunked: Catalog, build: Any, prompt: Any
@@ -339,11 +343,11 @@ class Adapted(torch.nn.Module):
 @pytest.mark.parametrize("before", [True, False], ids=["before the patch", "after it"])
 def test_an_adapter_on_the_head_trains_as_stock(before: bool, chunked: Catalog, llama: Any) -> None:
     model, ids = llama
-    adapter = Adapted(model.lm_head)
     if before:
-        model.lm_head = adapter
+        model.lm_head = Adapted(model.lm_head)
     with patched(model, catalog=chunked, **OPTIONS) as handle:
-        model.lm_head = adapter
+        if not before:
+            model.lm_head = Adapted(model.lm_head)
         found = step(model, ids)
     assert same_step(model, found, ids)
     assert "lm_head.lora_A.weight" in found[1]
@@ -351,15 +355,65 @@ def test_an_adapter_on_the_head_trains_as_stock(before: bool, chunked: Catalog, 
     assert (site.reason, site.bypassed) == ((NO_PLAIN_HEAD.format("Adapted"), {}) if before else ("", {OTHER_HEAD: 1}))
 
 
-def test_adapters_elsewhere_leave_a_frozen_head_to_stock(chunked: Catalog, llama: Any) -> None:
-    model, ids = llama
+@pytest.fixture
+def frozen_kernels(shop: Any) -> Catalog:
+    """Return a catalog with a kernel for frozen heads, published for the CPU."""
+    catalog: Catalog = shop.offer(ops=(OF_FROZEN,))
+    return catalog
+
+
+FROZEN_OPTIONS: dict[str, Any] = {"ops": (OF_FROZEN,), "skip_logits": True}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_head_trains_what_is_before_it_without_logits(
+    name: str, frozen_kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name, BF16, tie_word_embeddings=False).train(), prompt(3)
+    model.lm_head.requires_grad_(False)
+    labels = labels_of(ids)
+    stock, exact = step(model, ids, labels=labels), step(copy.deepcopy(model).float(), ids, labels=labels)
+    with patched(model, catalog=frozen_kernels, **FROZEN_OPTIONS) as handle:
+        found = step(model, ids, labels=labels)
+        assert model(ids, labels=labels).logits is None
+    assert handle.report().hits()[OF_FROZEN] == 2
+    assert_as_good_as_stock(found, stock, exact)
+
+
+def with_adapters(model: Any) -> None:
     model.requires_grad_(False)
     layer = model.model.layers[0].self_attn
     layer.q_proj = Adapted(layer.q_proj)
-    stock = step(model, ids)
-    with patched(model, catalog=chunked, **OPTIONS) as handle:
-        assert same_step(model, stock, ids)
-    assert site_of(handle).bypassed == {FROZEN: 1}
+
+
+def test_adapters_elsewhere_train_without_logits(frozen_kernels: Catalog, llama: Any) -> None:
+    model, ids = llama
+    with_adapters(model)
+    stock, exact = step(model, ids), step(copy.deepcopy(model).float(), ids)
+    with patched(model, catalog=frozen_kernels, **FROZEN_OPTIONS) as handle:
+        found = step(model, ids)
+    assert set(found[1]) == {f"model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"}
+    assert_as_good_as_stock(found, stock, exact)
+    assert handle.report().hits()[OF_FROZEN] == 1
+
+
+def test_a_head_that_trains_after_the_patch_is_left_to_stock(frozen_kernels: Catalog, llama: Any) -> None:
+    model, ids = llama
+    with_adapters(model)
+    with patched(model, catalog=frozen_kernels, **FROZEN_OPTIONS) as handle:
+        model.lm_head.requires_grad_(True)
+        found = step(model, ids)
+    assert same_step(model, found, ids)
+    assert site_of(handle).bypassed == {TRAINED_SINCE: 1}
+
+
+def test_a_model_that_trains_nothing_is_left_to_stock(frozen_kernels: Catalog, llama: Any) -> None:
+    model, ids = llama
+    model.requires_grad_(False)
+    stock = model(ids, labels=ids).loss
+    with patched(model, catalog=frozen_kernels, **FROZEN_OPTIONS) as handle:
+        assert torch.equal(model(ids, labels=ids).loss, stock)
+    assert site_of(handle).bypassed == {NOTHING_TRAINED: 1}
 
 
 def test_a_call_without_a_kernel_is_that_of_stock(shop: Any, llama: Any) -> None:

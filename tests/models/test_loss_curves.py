@@ -43,8 +43,8 @@ def test_patched_curves_of_every_variant_are_in_the_spread(
 ) -> None:
     code, found = run(loss_curves, tmp_path / "curves.json")
     assert (code, found["findings"]) == (0, [])
-    weights, lora, parts = found["results"]
-    assert lora["trained"] < weights["trained"] == parts["trained"]
+    weights, lora, last, parts = found["results"]
+    assert last["trained"] == lora["trained"] < weights["trained"] == parts["trained"]
     for result in found["results"]:
         assert len(result["patched"]["held_out"]) == 10
         assert result["figures"]["distance"] < 1e-3 < result["figures"]["spread"]
@@ -52,6 +52,8 @@ def test_patched_curves_of_every_variant_are_in_the_spread(
     assert weights["patched"]["backward"]["swiglu_backward"] == STEPS * LAYERS
     assert weights["patched"]["forward"]["swiglu"] == STEPS * LAYERS
     assert lora["patched"]["backward"]["rms_norm_backward_x"] > 0
+    assert last["patched"]["backward"] == lora["patched"]["backward"]
+    assert last["figures"]["spread"] == lora["figures"]["spread"]
     # Two parts, and each runs its forward again for the backward.
     assert parts["patched"]["backward"]["swiglu_backward"] == 2 * STEPS * LAYERS
     assert parts["patched"]["forward"]["swiglu"] == 2 * 2 * STEPS * LAYERS

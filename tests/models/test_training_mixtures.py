@@ -36,16 +36,18 @@ def test_a_router_trains_with_the_gradients_of_stock(
     assert (hits["topk_softmax"], hits["topk_softmax_backward"]) == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(
+    ("name", "experts"), [("qwen3_moe", "moe_experts"), ("olmoe", "moe_experts"), ("gpt_oss", "moe_experts_oai")]
+)
 def test_experts_train_with_the_gradients_of_stock(
-    name: str, training_kernels: Catalog, build: Any, prompt: Any
+    name: str, experts: str, training_kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build(name, torch.bfloat16).train(), prompt(2)
     stock = gradients(model, ids)
-    with patched(model, catalog=training_kernels, ops=["moe_experts"]) as handle:
+    with patched(model, catalog=training_kernels, ops=[experts]) as handle:
         assert_close(gradients(model, ids), stock, 3e-2)
     hits = handle.report().hits()
-    assert (hits["moe_experts"], hits["moe_experts_backward"]) == (2, 2)
+    assert (hits[experts], hits[f"{experts}_backward"]) == (2, 2)
 
 
 def test_frozen_experts_and_routers_train_on_stock(training_kernels: Catalog, build: Any, prompt: Any) -> None:

@@ -11,6 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_db import Catalog, patched
 from tilegym_db.models.parts.add_norm import DROPPED, LEAVES
+from tilegym_db.models.training import training_of
+from tilegym_db.verification.check import catalog_findings
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # model -> the sums of its layers, which are all but the first of two layers, and their number
@@ -52,6 +54,23 @@ def test_sums_train_with_the_gradients_of_stock(
     hits = handle.report().hits()
     assert {hits[definition], hits[f"{definition}_backward"]} == {calls}
     assert hits[f"fused_{definition}"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("rms_norm", "inputs are x, weight, eps"),
+        ("add_layer_norm", "inputs are x, residual, weight, bias, eps"),
+        ("fused_add_rms_norm_fp32", "overwrites its input 'residual'"),
+        ("add_rms_norms", "no definition 'add_rms_norms'"),
+    ],
+)
+def test_check_finds_another_operator_in_training(name: str, reason: str, restated: Any) -> None:
+    catalog = restated("fused_add_rms_norm", in_training=name)
+    (found,) = catalog_findings(catalog, ["fused_add_rms_norm"], runs=False)
+    assert found.startswith("fused_add_rms_norm: serving.in_training: ")
+    assert reason in found
+    assert training_of(catalog.definition("fused_add_rms_norm"), catalog) is None
 
 
 def test_what_else_holds_the_output_is_no_reason(sums: Catalog, build: Any, prompt: Any) -> None:

@@ -80,6 +80,7 @@ def test_expression_that_cannot_be_inverted_waits_for_a_tensor() -> None:
         ({"eps": tensor(1)}, "scalar_expected", "'eps' of op"),
         ({"x": 3.0}, "tensor_expected", "'x' of op"),
         ({"eps": [1]}, "scalar_expected", "'eps' of op"),
+        ({"eps": "1e-5"}, "scalar_expected", "'eps' of op"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], code: str, name: str) -> None:

@@ -43,6 +43,19 @@ def trace(status: str, **changes: Any) -> Trace:
     return Trace.from_dict({**IDENTITY, "status": status, **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"scalars": {"eps": "1e-5"}}, "scalars.eps"),
+        ({"envelope": {"cases": 1, "digest": "d", "seed": "1", "scalars": {"eps": ["1e-6", "1e-4"]}}}, "scalars.eps"),
+        ({"envelope": {"cases": 1, "digest": "d", "seed": "1", "scalars": {"eps": [False, True]}}}, "scalars.eps"),
+    ],
+)
+def test_text_and_flags_are_no_numbers_of_a_trace(changes, key):
+    with pytest.raises(RecordError, match=key):
+        trace("PASSED", correctness=CORRECTNESS, performance=PERFORMANCE, **changes)
+
+
 def test_a_pass_survives_a_round_trip():
     passed = trace("PASSED", correctness=CORRECTNESS, performance=PERFORMANCE)
     assert Trace.from_json(passed.to_json()) == passed

@@ -332,6 +332,7 @@ def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:
         ({"layouts": {"y": "strided"}}, "no tensor 'y'"),
         ({"layouts": {"x": "diagonal"}}, "'x'.*contiguous.*'diagonal'"),
         ({"scalars": {"epz": 1.0}}, "no scalar 'epz' .*'eps'"),
+        ({"scalars": {"eps": "1e-5"}}, "scalar 'eps' .*'1e-5'"),
         ({"mode": "serving"}, "inference or training"),
         ({"definition": "halves", "axes": {"M": 1, "I": 1}}, "scalar 'swap'"),
     ],

@@ -22,7 +22,7 @@ import torch
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
-from tilegym_db.records.call import gradient_outputs
+from tilegym_db.records.call import gradient_outputs, in_training_problem
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.resolver.dispatch import Dispatcher, DispatchReport
 from tilegym_db.resolver.hot_path import allocate_of
@@ -226,7 +226,8 @@ class _Call(torch.autograd.Function):
 def training_of(asked: Definition, catalog: Catalog) -> Training | None:
     """Return the training side of a call site; None if no Definition computes gradients of its Definition.
 
-    A Definition that overwrites an input has none. Training asks for the Definition that it names in its place.
+    A Definition that overwrites an input has none. Training asks for the Definition that it names in its place; if that does not
+    fit, which ``check`` reports, for none.
 
     Args:
         asked: the Definition of the call site.
@@ -236,6 +237,8 @@ def training_of(asked: Definition, catalog: Catalog) -> Training | None:
     if instead is not None and instead not in catalog.definitions:
         return None
     definition = asked if instead is None else catalog.definition(instead)
+    if instead is not None and in_training_problem(asked, definition):
+        return None
     ways = [
         _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)

@@ -153,7 +153,7 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
             raise UsageError(
                 f"'{name}' of {definition.name} is a tensor, not {type(value).__name__}.", code="tensor_expected"
             )
-        elif value is not None and not isinstance(value, bool | int | float | str):
+        elif value is not None and not isinstance(value, bool | int | float):
             raise UsageError(
                 f"'{name}' of {definition.name} is a Python number, not {type(value).__name__}.", code="scalar_expected"
             )
@@ -447,6 +447,20 @@ def backward_problem(forward: Definition, backward: Definition) -> str:
         if set(choices) - set(forward.dtypes.get(variable, ())):
             return f"its dtypes of '{variable}' are not among those of {forward.name}"
     return _cannot_be_drawn(forward, backward) if backward.saved else ""
+
+
+def in_training_problem(asked: Definition, instead: Definition) -> str:
+    """Return the reason why training cannot ask for one Definition in place of another; empty if it can."""
+    if instead.in_place:
+        return f"it overwrites its input '{next(iter(instead.in_place))}', which autograd may have kept"
+    for what, own, other in (("inputs", asked.inputs, instead.inputs), ("outputs", asked.outputs, instead.outputs)):
+        if list(own) != list(other):
+            return f"its {what} are {', '.join(other)}, and not {', '.join(own)}"
+        for name, spec in other.items():
+            problem = _differs(f"{what}.{name}", spec, own[name], asked)
+            if problem:
+                return problem
+    return ""
 
 
 def _cannot_be_drawn(forward: Definition, backward: Definition) -> str:

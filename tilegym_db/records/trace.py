@@ -6,15 +6,15 @@ import re
 import secrets
 import uuid
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import Flag, Int64, Real, Record, RecordPart, in_utc
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
-from tilegym_db.records.text import NAME_PATTERN, canonical_json
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, shown
 from tilegym_db.records.verdicts import (
     UNTIMED_TIERS,
     Status,
@@ -25,6 +25,12 @@ from tilegym_db.records.workload import NAMESPACE
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
 _ERROR = re.compile(r"\b(error|fatal|exception|undefined)\b|\w(Error|Exception)\b", re.IGNORECASE)
+
+
+def _not_text(value: Scalar) -> Scalar:
+    if isinstance(value, str):
+        raise RecordError(f"{shown(value)!r} is text, and no operator takes text", code="scalar_kind")
+    return value
 
 
 class Correctness(RecordPart):
@@ -104,7 +110,7 @@ class FuzzCases(RecordPart):
     """The run's secret seed, stored after the run (a 64-bit integer, in decimal)."""
     dropped: tuple[str, ...] = ()
     """Cases that were dropped, because the reference as written or stock code fails them too."""
-    scalars: dict[str, tuple[float, float]] = {}
+    scalars: dict[str, tuple[Real, Real]] = {}
     """Continuous scalar -> the smallest and the largest verified value. Missing in traces that predate ranges."""
     largest: dict[str, Int64] = {}
     """Independent axis -> its largest size in a large case that passed. Missing in traces that predate it."""
@@ -182,7 +188,7 @@ class Trace(Record):
     workload_uuid: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
-    scalars: dict[str, Scalar] = {}
+    scalars: dict[str, Annotated[Scalar, AfterValidator(_not_text)]] = {}
     layouts: dict[str, str] = {}
     blobs: dict[str, str] = {}
     """Input -> sha256 of the file with its contents. The contents of all other inputs were drawn."""

@@ -758,12 +758,17 @@ def _check_layouts(definition: Definition, layouts: Mapping[str, str]) -> None:
 
 def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
     known = [name for name, spec in definition.inputs.items() if spec.is_scalar]
-    for name in scalars:
+    for name, value in scalars.items():
         if name not in known:
             raise UsageError(
                 f"{definition.name} has no scalar '{name}' (its scalars: {', '.join(known) or 'none'})."
                 f"{did_you_mean(name, known)}",
                 code="scalar_unknown",
+            )
+        if isinstance(value, str):
+            raise UsageError(
+                f"the scalar '{name}' of {definition.name} is {value!r}, which is text. Pass a number or a bool.",
+                code="scalar_kind",
             )
     for name in known:
         if name not in scalars and is_code_selecting(definition, name):

@@ -14,7 +14,7 @@ from tilegym_db.errors import RecordError, TilegymDBError, UsageError, check_kin
 from tilegym_db.files import read_bytes
 from tilegym_db.published.input_files import pattern_files
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.call import backward_problem
+from tilegym_db.records.call import backward_problem, in_training_problem
 from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 from tilegym_db.scaffold import read_definition_file
@@ -116,7 +116,7 @@ def catalog_findings(
                 f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on. "
                 f"Try: tilegym-db new solution {name} --stock"
             )
-        findings += backward_findings(catalog, definition)
+        findings += backward_findings(catalog, definition) + training_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
             findings += [
@@ -141,6 +141,18 @@ def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
     return [
         f"{definition.name}: backward_of: {definition.name} cannot be the backward of {definition.backward_of}: {problem}."
     ]
+
+
+def training_findings(catalog: Catalog, definition: Definition) -> list[str]:
+    """Return why training cannot ask for the Definition that one names in its place; empty if it can, or if none is named."""
+    name = None if definition.serving is None else definition.serving.in_training
+    if name is None:
+        return []
+    try:
+        problem = in_training_problem(definition, catalog.definition(name))
+    except TilegymDBError as error:
+        return [f"{definition.name}: serving.in_training: {error}"]
+    return [f"{definition.name}: serving.in_training: {name} cannot take its place: {problem}."] if problem else []
 
 
 def copied_findings(definition: Definition) -> list[str]:
@@ -182,7 +194,7 @@ def draft_findings(path: Path, catalog: Catalog) -> list[str]:
         record = catalog.with_forward(read_definition_file(path), path)
     except RecordError as error:
         return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
-    findings += copied_findings(record)
+    findings += copied_findings(record) + training_findings(catalog, record)
     workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])
     findings += refused + blob_problems(record, workloads, (path,))
     if not path.is_dir() and record.name in catalog.definitions:

@@ -4,6 +4,9 @@ The patched class runs the forward of stock. While it trains with labels, the at
 makes no logits: it returns a tensor that stands for them. The loss function asks for a kernel with the hidden states and the
 weight. It gets the loss and both gradients, and the backward scales them. Any other use of that tensor computes the logits by
 the head itself, and the loss is then that of stock. So a soft cap, a scale or another loss function gives the results of stock.
+
+A frozen head, as with LoRA, has another Definition, because the gradient of the weight is a third of the work. Which of the
+two a model asks for is decided at patch time.
 """
 
 from __future__ import annotations
@@ -42,11 +45,16 @@ LABELS = "labels"
 CLOSE = 2.0**-7
 """Relative error of the probe's gradients, which are rounded to bf16 in another order."""
 
+NO_DEFINITION = "no definition computes the loss of a {} head"
 NO_PLAIN_HEAD = "its head is a {}, no plain linear layer"
 HAS_BIAS = "its head has a bias"
 EVALUATION = "the model is in evaluation, where its output has logits"
 NO_GRADIENT = "no gradient is recorded"
-FROZEN = "the weight of the head or the hidden states need no gradient, and kernels compute both"
+NOTHING_TRAINED = "the hidden states need no gradient, and kernels compute it"
+FROZEN_SINCE = "the weight of the head needs no gradient, unlike at patch time: unpatch() and patch() again"
+TRAINED_SINCE = "the weight of the head needs a gradient, unlike at patch time: unpatch() and patch() again"
+OF_WEIGHT = "grad_weight"
+"""The output that the Definition for a frozen head lacks."""
 OTHER_HEAD = "its head has hooks, was replaced, or has no plain weight"
 SCALED_LATER = "gradients in float16 are scaled after a kernel would have rounded them"
 OTHER_DTYPES = "the hidden states and the weight have different dtypes"
@@ -73,13 +81,18 @@ def _name_of_head(module: Any) -> str:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Look up the source of the loss function; the head must be a linear layer without a bias."""
+    """Look up the source of the loss function for a head that is trained or frozen; it must be a linear layer without a bias."""
     head = found.modules[0]._modules[found.function]
     if type(head) is not torch.nn.Linear:
         return NO_PLAIN_HEAD.format(type(head).__name__)
     if head.bias is not None:
         return HAS_BIAS
-    return loss_part.known_loss(KIND, loss_of(found.modules[0]), known)
+    known_ones = loss_part.known_loss(KIND, loss_of(found.modules[0]), known)
+    if isinstance(known_ones, str):
+        return known_ones
+    is_trained = head.weight.requires_grad
+    fitting = [match for match in known_ones.matches if (OF_WEIGHT in match.definition.outputs) == is_trained]
+    return MatchCandidates(fitting) if fitting else NO_DEFINITION.format("trained" if is_trained else "frozen")
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -99,7 +112,8 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     targets = loss_part.targets_of(labels, IGNORED) if is_next else labels.reshape(-1)
     factors = torch.full((ROWS,), 1 / ITEMS, device=hidden.device)
     inputs = {"hidden": hidden[0], "weight": weight, "labels": targets, "grad_loss": factors, "ignore_index": IGNORED}
-    return inputs, (total.detach(), of_hidden[0], of_weight)
+    found_by_both = (total.detach(), of_hidden[0], of_weight)
+    return inputs, found_by_both[: len(match.definition.outputs)]
 
 
 def AGREES(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
@@ -121,6 +135,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> MemberOverrides:
     base: Any = found.module_class
     name, own = found.function, getattr(base, PROPERTY)
     function, stated = loss_of(found.modules[0]), getattr(type(found.modules[0]), PROPERTY)
+    is_frozen = found.match is not None and OF_WEIGHT not in found.match.definition.outputs
     signature, places = inspect.signature(function), list(inspect.signature(stock).parameters)[1:]
     labels_at = places.index(LABELS) if LABELS in places else len(places)
 
@@ -129,7 +144,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> MemberOverrides:
         labels = args[labels_at] if len(args) > labels_at else kwargs.get(LABELS)
         if _is_compiling() or labels is None or not _may_skip(site, self):
             return stock(self, *args, **kwargs)
-        with _opened(_Scope(self, site)) as scope:
+        with _opened(_Scope(self, site, is_frozen)) as scope:
             output = stock(self, *args, **kwargs)
         return scope.without_logits(output)
 
@@ -171,13 +186,13 @@ def _may_skip(site: CallSite, module: Module) -> bool:
 class _Scope:
     """One forward of a model in training: it has made logits that nothing has computed yet."""
 
-    def __init__(self, module: Module, site: CallSite) -> None:
-        self.module, self.site = module, site
+    def __init__(self, module: Module, site: CallSite, is_frozen: bool) -> None:
+        self.module, self.site, self.is_frozen = module, site, is_frozen
         self.is_served = self.is_deferred = False
 
     def head(self, head: Any, hidden: Any) -> Any:
         """Return a tensor that stands for the logits, or the logits themselves if no kernel can serve their loss."""
-        reason = _why_not(head, hidden)
+        reason = _why_not(head, hidden, self.is_frozen)
         if reason:
             self.site.bypass(reason)
             return head(hidden)
@@ -207,7 +222,7 @@ class _Scope:
             made = self.site.ask(False, hidden.detach(), weight.detach(), targets, factors, given["ignore_index"])
             if made is None:
                 return None
-            losses, of_hidden, of_weight = made
+            losses, of_hidden, of_weight = (*made, None) if self.is_frozen else made
             total = (losses * learned).sum() / count
         self.is_served = True
         found: torch.Tensor = _Loss.apply(hidden, weight, total, of_hidden, of_weight)
@@ -227,16 +242,22 @@ class _Scope:
         return None if self.is_served and isinstance(value, Deferred) else _made(value)
 
 
-def _why_not(head: Any, hidden: Any) -> str:
-    """Return the reason for a head to compute its logits; empty if a kernel may compute the loss in place of them."""
+def _why_not(head: Any, hidden: Any, is_frozen: bool) -> str:
+    """Return the reason for a head to compute its logits; empty if a kernel may compute the loss in place of them.
+
+    Args:
+        is_frozen: the weight needed no gradient at patch time.
+    """
     if type(head) is not torch.nn.Linear or head.bias is not None or has_hooks(head):
         return OTHER_HEAD
     if type(hidden) is not torch.Tensor:
         return NOT_PLAIN
     if type(head.weight) is not torch.nn.Parameter or head.weight.device != hidden.device:
         return OTHER_HEAD
-    if not (hidden.requires_grad and head.weight.requires_grad):
-        return FROZEN
+    if not hidden.requires_grad:
+        return NOTHING_TRAINED
+    if head.weight.requires_grad == is_frozen:
+        return TRAINED_SINCE if is_frozen else FROZEN_SINCE
     computed_in = torch.get_autocast_dtype(hidden.device.type) if is_autocast(hidden) else hidden.dtype
     if computed_in == torch.float16:
         return SCALED_LATER
@@ -342,12 +363,15 @@ def _made(value: Any) -> Any:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known: ``apply(hidden, weight, loss, gradient of hidden, gradient of weight)``."""
+    """A loss whose gradients are known: ``apply(hidden, weight, loss, gradient of hidden, gradient of weight)``.
+
+    The last one is None for a frozen weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, total: Any, of_hidden: Any, of_weight: Any) -> Any:
         """Return the loss, and keep the gradients for a loss whose own gradient is 1."""
-        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.save_for_backward(*(one for one in (of_hidden, of_weight) if one is not None))
         return total.clone()
 
     @staticmethod
@@ -363,7 +387,8 @@ class _Loss(torch.autograd.Function):
                 "skip_logits.",
                 code="second_derivative_absent",
             )
-        return (*(_scaled(one, grads[0]) for one in ctx.saved_tensors), None, None, None)
+        scaled = [_scaled(one, grads[0]) for one in ctx.saved_tensors]
+        return (*scaled, *[None] * (5 - len(scaled)))
 
 
 def _scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
