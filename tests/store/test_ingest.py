@@ -15,6 +15,7 @@ from raising import raises
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records.workload import axes_key
+from tilegym_db.published.snapshot import Batch
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -434,13 +435,17 @@ def test_small_files_reach_duckdb_as_one_and_large_ones_alone(tmp_path):
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
     files = [tmp_path / name for name in contents]
-    first, *others = joined(files, tmp_path / "whole", small_bytes=8)
-    assert first.read_text() == "{}\n" * 3
-    assert others == files[2:]
-    assert joined([*files, tmp_path / "gone.jsonl"], tmp_path / "whole", small_bytes=8) == [
-        *files,
-        tmp_path / "gone.jsonl",
-    ]
+    gone = tmp_path / "gone.jsonl"
+    batch = Batch("local", False, 6, (*files, gone), ((tmp_path / "packed.jsonl.gz", b"\n[]"),))
+    first, *others = joined(batch, tmp_path / "whole", small_bytes=8)
+    assert first.read_text() == "\n[]\n" + "{}\n" * 3
+    assert others == [*files[2:], gone]  # reading it reports the fault
+
+
+def test_no_room_for_the_joined_lines_is_named(tmp_path):
+    batch = Batch("shipped", False, 1, texts=((tmp_path / "packed.jsonl.gz", b"{}\n"),))
+    with raises(StoreError, "write_failed", "nowhere"):
+        joined(batch, tmp_path / "nowhere" / "whole")
 
 
 def test_what_is_no_trace_is_not_called_a_foreign_one(opened, tmp_path, trace):

@@ -416,6 +416,10 @@
   addEventListener("hashchange", readAddress);
   const drawPlots = () => { latency(); roofline(); };
   matchMedia("(max-width: 46rem)").addEventListener("change", drawPlots);
+  const watcher = new ResizeObserver((seen) => { // a table that is wider than the page scrolls by itself, without a sticky head
+    for (const { target } of seen) target.classList.toggle("scrolled", target.scrollWidth > target.clientWidth);
+  });
+  document.querySelectorAll("main .table").forEach((place) => watcher.observe(place));
   const bar = byId("filters");
   new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
   drawPlots();
