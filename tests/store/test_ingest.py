@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from raising import raises
 
 from tilegym_db.errors import StoreError
-from tilegym_db.records.workload import axes_key
 from tilegym_db.published.snapshot import Batch
+from tilegym_db.records.workload import axes_key
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
