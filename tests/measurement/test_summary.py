@@ -71,7 +71,7 @@ def test_first_failure_gives_the_note_and_exclusions_are_ignored():
         trace("kernel", "RUNTIME_ERROR", "died"),
         trace("kernel", ratio=2.0),
     ]
-    assert summarise(traces) == [SummaryRow("kernel", "python", 1, 3, 2.0, "TIMEOUT: too slow")]
+    assert summarise(traces) == [SummaryRow("kernel", "python", 1, 3, 2.0, "TIMEOUT: too slow", spread=(2.0, 2.0))]
 
 
 def test_a_solution_that_was_not_run_at_all_says_why():

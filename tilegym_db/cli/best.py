@@ -267,8 +267,8 @@ def rank_solutions(
 
 
 KEYS = (
-    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "min_speedup",
-    "max_speedup", "geomean_sol_ratio", "min_sol_ratio", "max_sol_ratio", "origin",
+    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "lowest_speedup",
+    "highest_speedup", "geomean_sol_ratio", "lowest_sol_ratio", "highest_sol_ratio", "origin",
 )  # fmt: skip
 COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "range", "sol", "origin")
 BY_SIZE = "by size"
@@ -295,7 +295,7 @@ def print_leaderboard(
 def _leaderboard_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the cells of one row under :data:`COLUMNS`."""
     before = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup")
-    ends = (row["min_speedup"], row["max_speedup"])
+    ends = (row["lowest_speedup"], row["highest_speedup"])
     spread = None if None in ends else f"{ends[0]:.3g} - {ends[1]:.3g}"
     return (*(row[key] for key in before), spread, row["geomean_sol_ratio"], row["origin"])
 

@@ -145,7 +145,7 @@ def _rank(row: dict[str, Any]) -> tuple[str, ...]:
         f"`{row['solution']}`",
         row["language"],
         won,
-        *(_times(row[key]) for key in ("geomean_speedup", "min_speedup", "max_speedup")),
+        *(_times(row[key]) for key in ("geomean_speedup", "lowest_speedup", "highest_speedup")),
         _share(row["geomean_sol_ratio"]),
     )
 
