@@ -430,6 +430,27 @@ def test_fifo_among_journals_is_skipped_and_a_named_one_refused(opened, home):
         Journal("run", home)
 
 
+def test_reader_sees_what_a_killed_run_journaled(opened, home, trace):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    with opened(read_only=True) as store:
+        assert count_traces(store) == 1
+        assert store.stale is None
+    with Journal("first", home) as journal:
+        journal.append(trace())
+        with opened(read_only=True) as store:  # the run is still at work
+            assert count_traces(store) == 2
+
+
+def test_reader_beside_a_reader_reports_journals_not_read(opened, home, trace):
+    with opened():
+        pass
+    with opened(read_only=True), Journal("first", home) as journal:
+        journal.append(trace())
+        with opened(read_only=True) as store:
+            assert "journals changed" in (store.stale or "")
+
+
 def test_small_files_reach_duckdb_as_one_and_large_ones_alone(tmp_path):
     contents = {"a.jsonl": "{}\n{}\n", "b.jsonl": "{}", "large.jsonl": '{"a": "long"}\n', "other.json": "{}\n"}
     for name, text in contents.items():

@@ -598,7 +598,9 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
     speedup, over_best = (_mean(ratios.get(provides, ())) for provides in ("stock", "incumbent"))
     stock = ratios.get("stock")
     spread = (min(stock), max(stock)) if stock else None
-    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best, spread)
+    return SummaryRow(
+        solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best, spread
+    )
 
 
 def _mean(ratios: Sequence[float]) -> float | None:

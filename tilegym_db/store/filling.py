@@ -30,6 +30,7 @@ from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
     attach,
+    can_be_noted,
     connect,
     database_path,
     is_damage,
@@ -150,19 +151,11 @@ def load_home(store: Store, *, trust: bool = False) -> IngestReport:
     """
     load_tuning(store, store.home)
     journals = journal_files(store.home)
-    odd = [path for path in journals if not _can_be_kept(path)]
+    odd = [path for path in journals if not can_be_noted(path)]
     journaled = load_journals(store, [path for path in journals if path not in odd], trust=trust)
     reason = "its name is not UTF-8, so the database cannot note that it was read. Rename it."
     left_out = IngestReport(rejected=tuple(RejectedLine(path, 0, reason) for path in odd))
     return combined(journaled, left_out, load_model_runs(store, store.home, trust=trust))
-
-
-def _can_be_kept(path: Path) -> bool:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _adopt(store: Store, old: Path, keep_traces: bool) -> IngestReport:
