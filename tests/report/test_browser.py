@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import re
 
 import pytest
 from browser_page import HOSTILE, chromium_page, needs_chromium

@@ -262,6 +262,26 @@ def test_reader_beside_another_reader_reports_the_old_catalog(opened, root):
             assert "catalog changed" in second.stale
 
 
+def test_reader_that_waits_sees_the_catalog_once_a_writer_ends(opened, root, home):
+    with opened():
+        pass
+    shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
+    held = threading.Event()
+
+    def write():
+        with opening.writer_lock(home / "tilegym.duckdb", 1.0):
+            held.set()
+            time.sleep(0.5)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    held.wait()
+    with open_store(home, read_only=True, catalog=Catalog((root,)), waits=True) as store:
+        assert store.stale is None
+        assert "scale_tilelang" not in names(store, "solutions")
+    writer.join()
+
+
 def test_a_store_of_a_newer_schema_version_is_refused(opened):
     with opened() as store, store.transaction("age") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")

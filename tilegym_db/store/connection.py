@@ -470,6 +470,7 @@ def open_store(
     read_only: bool = False,
     catalog: Catalog | None = None,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
+    waits: bool = False,
 ) -> Store:
     """Open the database, and create it first if it is missing.
 
@@ -481,6 +482,7 @@ def open_store(
         catalog: the current definitions and solutions; by default :meth:`Catalog.default`. If it trusts foreign traces,
             they count for this connection.
         lock_timeout_s: seconds to wait for another process; by default longer if that is creating the store.
+        waits: a reader waits for a writer in order to see all that is there. By default it reads on, and is :attr:`Store.stale`.
 
     Raises:
         StoreError: locked by another process, not writable, on a full disk, damaged, or written by a newer version.
@@ -511,7 +513,7 @@ def open_store(
     store.close()
     stale = None
     try:
-        with _open_writer(path, catalog, 0.0) as writer:
+        with _open_writer(path, catalog, lock_timeout_s if waits else 0.0) as writer:
             if is_behind:  # a run was killed before it ingested what it had journaled, or is still at work
                 _ingest_journals(writer)
     except StoreError as error:
