@@ -332,6 +332,8 @@ def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:
     locked = connection.execute("SELECT current_setting('lock_configuration')").fetchall()
     if not locked[0][0]:
         connection.execute("SET GLOBAL TimeZone = 'UTC'")
+        # DuckDB prints a bar to stdout if a query of a prompt, a notebook or `python -c` takes two seconds.
+        connection.execute("SET enable_progress_bar = false")
         if read_only:
             connection.execute("SET lock_configuration = true")
 
