@@ -79,7 +79,7 @@ LEFT_OUT = ("model bench", "bench softmax_triton", "verify softmax_triton", "com
 NAMED = re.compile(
     r"(?:Next|[Tt]hen|Try|Why the first|would pick|reproduce it|award|one|with [^:]*)[^:\n]*: (tilegym-db [^\n]*)"
 )
-AFTER = re.compile(r", (?:then|so that|which)|; |\. |\)(?!')| has this|`")
+AFTER = re.compile(r", (?:then|so that|which)|; |\. |\)(?=[\s.,;]|$)| has this|`")
 """What ends a command in a sentence; the parenthesis of a quoted layout does not."""
 
 

@@ -37,7 +37,8 @@ def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:
                 files[path] = checked.workloads_key(path, name)
     for name, solution in catalog.solutions.items():
         path = catalog.solution_paths[name]
-        files[path] = checked.solution_key(path, solution.record, solution.sources)
+        if checked.stated_solution(path) == solution.record.to_dict():
+            files[path] = checked.solution_key(path, solution.record.definition, solution.sources)
     for name, keys in checked.trace_keys().items():
         files |= keys if name in catalog.definitions and name not in doubted else {}
     named = {path.relative_to(root).as_posix(): key for path, key in files.items()}

@@ -78,7 +78,9 @@ def test_rank_counts_shapes_and_wins(cli, measured):
     (row,) = cli("best", "--rank", "--json").json()
     assert (row["solution"], row["shapes"], row["wins"]) == ("row_scale_stock", 1, 1)
     assert row["geomean_speedup"] == pytest.approx(1.5)
-    assert "row_scale_stock" in cli("best", "row_scale", "--rank", "--gpu", "h200").out
+    shown = cli("best", "row_scale", "--rank", "--gpu", "h200").out
+    assert "row_scale_stock" in shown
+    assert "1.5 - 1.5" in shown
     none = cli("best", "--rank", "--gpu", "b200")
     assert (none.code, none.cause) == (3, "no_solution")
     assert "h200" in none.err

@@ -1,17 +1,20 @@
 """Sequences of commands with faults between and in them: nothing acknowledged is lost, and each result is one of those allowed.
 
-The faults are a kill at any write, a full disk, a torn line of a journal, a lost database, and two processes at once.
+The faults are a kill at any write or moment, a full disk, a read-only home, a torn line of a journal, a lost database, and two
+processes at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from command_outcome import STATUSES, outcome
 from disk_limit import full_disk
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+import tilegym_db
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import use_root
+from tilegym_db.store.journal import read_journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,9 +43,12 @@ READERS = (
     ["explain", "row_scale", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "h200"],
 )  # fmt: skip
 IN_A_PROCESS = """
-import os, signal, sys
-root, at, *line = sys.argv[1:]
+import ctypes, os, signal, sys
+root, at, obeys, *line = sys.argv[1:]
 left = int(at)
+if obeys == "modes" and os.geteuid() == 0:  # root may write to everything unless it gives up that capability
+    libc, nothing = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 6)()
+    assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing) == 0, os.strerror(ctypes.get_errno())
 def counted(call):
     def run(*given, **options):
         global left
@@ -60,6 +68,10 @@ with use_root(Path(root)):
 """
 KILLED = -9
 PUBLISH = ["publish", "--gpu", "h200"]
+BENCH = ["bench", "row_scale_stock", "--gpu", "cpu", "--quick", "--force"]
+VERIFY = ["verify", "row_scale_stock", "--gpu", "cpu", "--force"]
+MOST_RUNS = 2
+"""Of bench and verify in a sequence: each takes many seconds."""
 
 
 class Sequences(RuleBasedStateMachine):
@@ -77,6 +89,8 @@ class Sequences(RuleBasedStateMachine):
         self.environment.setenv("TILEGYM_DB_HOME", str(self.home))
         self.solutions: dict[str, str] = {}
         self.traces: set[str] = set()
+        self.timed_here: set[str] = set()
+        self.runs = 0
         self.data_set, self.mates_home = self.home.parent / "shared", self.home.parent / "home of a mate"
         self.shared: set[str] = set()
 
@@ -112,6 +126,8 @@ class Sequences(RuleBasedStateMachine):
 
     def after(self, line: list[str], state: dict[str, str]) -> dict[str, str]:
         """Return the state after a command that nothing disturbs."""
+        if line[0] not in ("remove", "add-solution"):
+            return state
         if line[0] == "remove":
             return {name: body for name, body in state.items() if name != line[1]}
         name, body = line[line.index("--name") + 1], Path(line[1]).read_text()
@@ -181,7 +197,47 @@ class Sequences(RuleBasedStateMachine):
                 assert self.did(self.syncing) == 0
             self.mate_has_what_was_shared()
 
+    @precondition(lambda self: self.runs < MOST_RUNS)
+    @rule(line=st.sampled_from([BENCH, VERIFY]), killed_after_s=st.sampled_from([None, 2, 6, 12]))
+    def bench(self, line: list[str], killed_after_s: float | None) -> None:
+        self.runs += 1
+        process = self.process(line)
+        if killed_after_s is not None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(killed_after_s)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self.ended(process, line, timeout_s=240)
+        self.timed_here = {
+            trace.trace_id
+            for path in (self.home / "runs").glob("*.jsonl")
+            for trace in read_journal(path).traces
+            if trace.gpu == "cpu"
+        }
+        self.every_trace_is_there()
+
+    @rule(gpu=st.sampled_from(["h200", "cpu"]))
+    def resolve(self, gpu: str) -> None:
+        found = tilegym_db.resolve("row_scale", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, gpu=gpu)
+        assert found.solution.name in {"row_scale_stock", *self.solutions}
+
     # -- faults -------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.home.exists())
+    @rule(data=st.data())
+    def home_is_read_only(self, data: st.DataObject) -> None:
+        line = data.draw(st.sampled_from([*READERS, self.adding("mine", 0, True), ["data", "ingest"], PUBLISH]))
+        places = [self.home, *self.home.rglob("*")]
+        modes = {path: path.stat().st_mode for path in places if not path.is_symlink()}
+        for path, mode in modes.items():
+            path.chmod(mode & 0o555)
+        try:
+            self.ended(self.process(line, obeys="modes"), line)
+        finally:
+            for path, mode in modes.items():
+                path.chmod(mode)
+        self.settle(self.solutions, self.after(line, self.solutions))  # what is added lies in the checkout
+        self.every_trace_is_there()
 
     @rule()
     def a_writer_dies_within_a_line(self) -> None:
@@ -281,12 +337,12 @@ class Sequences(RuleBasedStateMachine):
         assert self.ended(syncing, self.syncing) == 0
         self.mate_has_what_was_shared()
 
-    def process(self, line: list[str], kill_at: int = 0) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", IN_A_PROCESS, str(self.root), str(kill_at), *line]
-        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    def process(self, line: list[str], kill_at: int = 0, obeys: str = "") -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", IN_A_PROCESS, str(self.root), str(kill_at), obeys, *line]
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
-    def ended(self, process: subprocess.Popen[bytes], line: list[str]) -> int:
-        _, errors = process.communicate(timeout=60)
+    def ended(self, process: subprocess.Popen[bytes], line: list[str], timeout_s: float = 60) -> int:
+        _, errors = process.communicate(timeout=timeout_s)
         assert process.returncode in {*STATUSES, KILLED}, (line, errors)
         assert b"Traceback" not in errors, (line, errors)
         return process.returncode
@@ -333,8 +389,8 @@ class Sequences(RuleBasedStateMachine):
         with open_store() as store:
             ingest(store)
             rows = store.rows("SELECT trace_id FROM traces WHERE definition = 'row_scale'")
-        assert {row["trace_id"] for row in rows} == self.traces
-        assert len(rows) == len(self.traces)
+        assert {row["trace_id"] for row in rows} == self.traces | self.timed_here
+        assert len(rows) == len(self.traces | self.timed_here)
 
 
 @pytest.mark.turn("tilegym_db/store/")  # single commands are fuzzed daily

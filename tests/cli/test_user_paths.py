@@ -31,6 +31,10 @@ def test_path_of_a_user_ends_as_expected(user: str, tmp_path: Path) -> None:
             "To reproduce it: tilegym-db debug reproduce a --layout 'x=strided(1, 1)' --gpu cpu",
             ["tilegym-db debug reproduce a --layout 'x=strided(1, 1)' --gpu cpu"],
         ),
+        (
+            "To reproduce it: tilegym-db debug reproduce a --layout 'x=strided(1)@w+2145' --seed 3",
+            ["tilegym-db debug reproduce a --layout 'x=strided(1)@w+2145' --seed 3"],
+        ),
         ("(Next: tilegym-db list)", ["tilegym-db list"]),
         ("a table of tilegym-db", []),
     ],

@@ -44,6 +44,19 @@ def test_a_release_runs_every_program_that_tries_an_installation():
     assert {"everything", "empty-machine", "surroundings", "first-steps"} == set(jobs["attach"]["needs"])
 
 
+def test_pypi_gets_the_files_that_were_tried_without_a_token():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    job = jobs["pypi"]
+    assert job["permissions"] == {"id-token": "write"}
+    assert (job["needs"], job["environment"]) == ("attach", "pypi")
+    assert "ref_type == 'tag'" in job["if"]
+    assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+    assert not [step for step in job["steps"] if "password" in step.get("with", {})]
+
+
 @pytest.mark.parametrize(("workflow", "job"), [("release.yml", "everything"), ("nightly.yml", "everything")])
 def test_every_test_runs_nightly_and_before_a_release(workflow: str, job: str):
     jobs = yaml.safe_load((ROOT / ".github/workflows" / workflow).read_text())["jobs"]

@@ -49,6 +49,7 @@ def test_the_speedup_is_the_geometric_mean_against_stock_alone():
     (row,) = summarise([trace("kernel", ratio=4.0), trace("kernel", ratio=1.0)])
     assert (row.passed, row.total, row.note) == (2, 2, "")
     assert row.speedup == pytest.approx(2)
+    assert row.spread == (1.0, 4.0)
 
 
 def test_ratio_to_the_best_before_covers_workloads_with_a_best():
@@ -70,7 +71,7 @@ def test_first_failure_gives_the_note_and_exclusions_are_ignored():
         trace("kernel", "RUNTIME_ERROR", "died"),
         trace("kernel", ratio=2.0),
     ]
-    assert summarise(traces) == [SummaryRow("kernel", "python", 1, 3, 2.0, "TIMEOUT: too slow")]
+    assert summarise(traces) == [SummaryRow("kernel", "python", 1, 3, 2.0, "TIMEOUT: too slow", spread=(2.0, 2.0))]
 
 
 def test_a_solution_that_was_not_run_at_all_says_why():

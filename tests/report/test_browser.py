@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,37 @@ def test_search_and_filters_work_from_keyboard_and_address(
     assert all("rope_neox" in row and "tilelang" in row for row in body_rows(tab, "kernels"))
 
 
+def test_first_screen_has_the_speedup_of_each_family_as_in_sql(
+    shipped_report: ReportData, show: Callable[..., Any], store: Store
+) -> None:
+    tab = show(shipped_report)
+    assert tab.locator("#plot-speedups svg").bounding_box()["y"] < 900
+    said = tab.locator("#plot-speedups svg").get_attribute("aria-label")
+    (row,) = store.rows(
+        """SELECT median(speedup) AS middle, min(speedup) AS low, max(speedup) AS high, count(*) AS n FROM (
+            FROM best_per_solution WHERE op_type = 'softmax' AND role = 'kernel' AND speedup IS NOT NULL
+            QUALIFY row_number() OVER (PARTITION BY definition, gpu, axes_key, dtypes_key, scalars_key, layouts_key
+                ORDER BY latency_us) = 1)"""
+    )
+    said_of = re.search(r"softmax ([\d.]+)x, from ([\d.]+) to ([\d.]+), of (\d+) shapes", said)
+    assert said_of is not None
+    assert [float(one) for one in said_of.groups()[:3]] == pytest.approx(
+        [row["middle"], row["low"], row["high"]], rel=6e-3
+    )
+    assert int(said_of[4]) == row["n"]
+
+
+def test_filter_of_an_operator_leaves_no_other(shipped_report: ReportData, show: Callable[..., Any]) -> None:
+    tab = show(shipped_report, "#operator=rms_norm")
+    assert tab.locator("#operator").input_value() == "rms_norm"
+    for name in ("kernels", "gpus", "coverage", "solutions"):
+        cells = tab.locator(f"#table-{name} tbody td[data-label=operator]").all_inner_texts()
+        assert set(cells) == {"rms_norm"}
+    tab.locator("#operator").select_option("softmax")
+    assert "operator=softmax" in tab.evaluate("location.hash")
+    assert set(tab.locator("#table-kernels tbody td[data-label=operator]").all_inner_texts()) == {"softmax"}
+
+
 def test_point_shows_the_number_of_sql_and_opens_its_kernel(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
@@ -393,18 +425,21 @@ def serious_findings(tab: Any) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("width", [390, 768, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("address", ["", "#q=softmax&gpu=h200", "detail"])
 def test_axe_finds_nothing_serious(
-    address: str, scheme: str, shipped_report: ReportData, show: Callable[..., Any]
+    address: str, scheme: str, width: int, shipped_report: ReportData, show: Callable[..., Any]
 ) -> None:
     if address == "detail":
         address = f"#kernel={shipped_report.evidence[0]['solution']}"
     tab = show(shipped_report, address)
     assert tab.locator("#detail").is_visible() == ("kernel=" in address)
     tab.emulate_media(color_scheme=scheme)
+    tab.set_viewport_size({"width": width, "height": 900})
     found = serious_findings(tab)
     tab.emulate_media(color_scheme=None)
+    tab.set_viewport_size({"width": 1280, "height": 900})
     assert found == []
 
 

@@ -197,7 +197,7 @@ def test_changed_solution_of_a_family_is_judged(
     known = Checked(catalog)
     names = ("row_scale_one", "row_scale_two")
     files = {name: catalog.solution(name) for name in names}
-    found = {name for name, one in files.items() if not known.solution(one.path, one.record, one.sources)}
+    found = {name for name, one in files.items() if not known.solution(one.path, one.record.definition, one.sources)}
     assert found == left
     assert {row["name"]: row["digest"] for row in rows_of(catalog)[1]} == {
         name: one.digest for name, one in Catalog((shipped_family,)).solutions.items()

@@ -263,6 +263,42 @@ def test_reader_beside_another_reader_reports_the_old_catalog(opened, root):
             assert "catalog changed" in second.stale
 
 
+def test_no_progress_bar_goes_to_stdout_of_a_prompt(opened, home, root):
+    with opened():
+        pass
+    program = """
+import sys
+from pathlib import Path
+from tilegym_db.catalog import Catalog
+from tilegym_db.store.connection import open_store
+for read_only in (True, False):
+    with open_store(Path(sys.argv[1]), read_only=read_only, catalog=Catalog((Path(sys.argv[2]),))) as store:
+        print(store.rows("SELECT current_setting('enable_progress_bar') AS bar")[0]["bar"])
+"""
+    command = [sys.executable, "-c", program, str(home), str(root)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+
+
+def test_reader_that_waits_sees_the_catalog_once_a_writer_ends(opened, root, home):
+    with opened():
+        pass
+    shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
+    held = threading.Event()
+
+    def write():
+        with opening.writer_lock(home / "tilegym.duckdb", 1.0):
+            held.set()
+            time.sleep(0.5)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    held.wait()
+    with open_store(home, read_only=True, catalog=Catalog((root,)), waits=True) as store:
+        assert store.stale is None
+        assert "scale_tilelang" not in names(store, "solutions")
+    writer.join()
+
+
 def test_a_store_of_a_newer_schema_version_is_refused(opened):
     with opened() as store, store.transaction("age") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from raising import raises
 
 from tilegym_db.errors import StoreError
+from tilegym_db.published.snapshot import Batch
 from tilegym_db.records.workload import axes_key
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
@@ -431,18 +432,43 @@ def test_fifo_among_journals_is_skipped_and_a_named_one_refused(opened, home):
         Journal("run", home)
 
 
+def test_reader_sees_what_a_killed_run_journaled(opened, home, trace):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    with opened(read_only=True) as store:
+        assert count_traces(store) == 1
+        assert store.stale is None
+    with Journal("first", home) as journal:
+        journal.append(trace())
+        with opened(read_only=True) as store:  # the run is still at work
+            assert count_traces(store) == 2
+
+
+def test_reader_beside_a_reader_reports_journals_not_read(opened, home, trace):
+    with opened():
+        pass
+    with opened(read_only=True), Journal("first", home) as journal:
+        journal.append(trace())
+        with opened(read_only=True) as store:
+            assert "journals changed" in (store.stale or "")
+
+
 def test_small_files_reach_duckdb_as_one_and_large_ones_alone(tmp_path):
     contents = {"a.jsonl": "{}\n{}\n", "b.jsonl": "{}", "large.jsonl": '{"a": "long"}\n', "other.json": "{}\n"}
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
     files = [tmp_path / name for name in contents]
-    first, *others = joined(files, tmp_path / "whole", small_bytes=8)
-    assert first.read_text() == "{}\n" * 3
-    assert others == files[2:]
-    assert joined([*files, tmp_path / "gone.jsonl"], tmp_path / "whole", small_bytes=8) == [
-        *files,
-        tmp_path / "gone.jsonl",
-    ]
+    gone = tmp_path / "gone.jsonl"
+    batch = Batch("local", False, 6, (*files, gone), ((tmp_path / "packed.jsonl.gz", b"\n[]"),))
+    first, *others = joined(batch, tmp_path / "whole", small_bytes=8)
+    assert first.read_text() == "\n[]\n" + "{}\n" * 3
+    assert others == [*files[2:], gone]  # reading it reports the fault
+
+
+def test_no_room_for_the_joined_lines_is_named(tmp_path):
+    batch = Batch("shipped", False, 1, texts=((tmp_path / "packed.jsonl.gz", b"{}\n"),))
+    with raises(StoreError, "write_failed", "nowhere"):
+        joined(batch, tmp_path / "nowhere" / "whole")
 
 
 def test_what_is_no_trace_is_not_called_a_foreign_one(opened, tmp_path, trace):

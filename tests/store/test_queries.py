@@ -265,6 +265,9 @@ def test_the_leaderboard_counts_wins_and_takes_geometric_means(filled, trace):
     assert [(row["shapes"], row["wins"]) for row in rows.values()] == [(2, 1), (2, 1), (1, 0)]
     assert rows["scale_triton"]["geomean_speedup"] == pytest.approx(2.0)
     assert rows["scale_triton"]["geomean_sol_ratio"] == pytest.approx(0.25)
+    for mean in ("speedup", "sol_ratio"):
+        low, middle, high = (rows["scale_triton"][f"{end}_{mean}"] for end in ("lowest", "geomean", "highest"))
+        assert low < middle < high
     assert rows["scale_tilelang"]["geomean_speedup"] == pytest.approx(3.0**0.5)
     assert rows["scale_stock"]["geomean_speedup"] is None
 

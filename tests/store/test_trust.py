@@ -84,11 +84,9 @@ def test_each_line_of_a_mixed_file_counts_once(opened, home, trace, tmp_path):
         assert report.notes[0].startswith("2 traces were not signed")
 
 
-def test_shipped_folder_makes_one_batch_without_foreign_lines(published, home, tmp_path):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (batch,) = sorted_snapshots([published], home, scratch).batches
-    assert (batch.origin, batch.lines, len(batch.files)) == ("shipped", 2, 2)
+def test_shipped_folder_makes_one_batch_without_foreign_lines(published, home):
+    (batch,) = sorted_snapshots([published], home).batches
+    assert (batch.origin, batch.lines, len(batch.texts)) == ("shipped", 2, 2)
 
 
 def test_foreign_traces_are_shown_but_not_used_until_trusted(opened, trace, tmp_path, root):

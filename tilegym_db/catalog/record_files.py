@@ -91,7 +91,8 @@ class SolutionFiles:
         """
         path = record_path(place)
         record = read_record(path)
-        sources = read_sources(path, record, {} if known is None else known)
+        names = (source.path for source in record.sources)
+        sources = read_sources(path, names, {} if known is None else known)
         check_entry_point(record, sources, path)
         return cls(record, path, sources)
 
@@ -143,14 +144,14 @@ def library_files(root: Path) -> list[Path]:
     return visible(root / "solutions" / LIBRARY, "*/*.py")
 
 
-def read_sources(record_path: Path, record: Solution, known: dict[Path, bytes]) -> dict[str, bytes]:
+def read_sources(record_path: Path, names: Iterable[str], known: dict[Path, bytes]) -> dict[str, bytes]:
     """Return name -> bytes of every source of a Solution. Sources in ``known`` are not read again; others are added."""
     sources = {}
-    for source in record.sources:
-        file = record_path.parent / source.path
+    for name in names:
+        file = record_path.parent / name
         if file not in known:
-            known[file] = read_source(record_path, source.path)
-        sources[source.path] = known[file]
+            known[file] = read_source(record_path, name)
+        sources[name] = known[file]
     return sources
 
 
@@ -375,6 +376,18 @@ def family_content(content: bytes, path: Path) -> bytes:
 def family_names(content: bytes, file: Path | str) -> list[str]:
     """Return the valid names in the content of a ``family.json``, each once; raise :class:`RecordError` if it is not JSON."""
     return list(dict.fromkeys(name for name in map(_stated_name, _entries(_parsed_family(content, file))) if name))
+
+
+def content_of_family(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the content of one Solution's record in a ``family.json``, which is known to be valid.
+
+    Raises:
+        RecordError: the content cannot be parsed, or the family does not list the Solution once.
+    """
+    from tilegym_db.records.solution import expanded
+
+    family = _narrowed(content, file_of(path), name_at(path))
+    return expanded(family, family["solutions"][0])
 
 
 def solution_of_family(content: bytes, file: Path | str, name: str) -> Solution:

@@ -302,6 +302,8 @@ def _next_command(report: BenchReport, tried: Sequence[Trace], asked: str, *, sc
 
 def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
     speedup, over_best = ("" if ratio is None else f"{ratio:.2f}x" for ratio in (row.speedup, row.over_best))
+    if row.spread and row.spread[0] < row.spread[1]:
+        speedup += f" [{row.spread[0]:.2f}-{row.spread[1]:.2f}]"
     note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
     light = "" if row.sol_ratio is None else f"{row.sol_ratio:.0%}"
     return row.solution, row.language, f"{row.passed}/{row.total}", speedup, over_best, light, note

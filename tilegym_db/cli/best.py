@@ -258,18 +258,21 @@ def rank_solutions(
         write_records(form, rows, KEYS, schema)
         return
     print_leaderboard(rows, sized, wide=form.wide)
-    note("speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes.")
+    note(
+        "speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes. "
+        "range: the lowest and the highest speedup."
+    )
     if unverified:
         note(unverified)
 
 
 KEYS = (
-    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "geomean_sol_ratio",
-    "origin",
+    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "lowest_speedup",
+    "highest_speedup", "geomean_sol_ratio", "lowest_sol_ratio", "highest_sol_ratio", "origin",
 )  # fmt: skip
-COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "sol", "origin")
+COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "range", "sol", "origin")
 BY_SIZE = "by size"
-LEADERBOARD_DROPPED_FIRST = ("origin", "role", "language", "sol", BY_SIZE)
+LEADERBOARD_DROPPED_FIRST = ("origin", "role", "sol", "language", BY_SIZE, "range")
 LEADERBOARD_DROPPED_LAST = ("solution", "wins", "speedup")
 
 
@@ -279,7 +282,7 @@ def print_leaderboard(
     """Print the rows of the view ``leaderboard``; with latencies by size, add a column of spark lines."""
     lines = by_size(sized)
     columns = (*COLUMNS, BY_SIZE) if lines else COLUMNS
-    cells = [tuple(row[key] for key in KEYS) for row in rows]
+    cells = [_leaderboard_cells(row) for row in rows]
     if lines:
         cells = [
             (*cell, lines.get((row["definition"], row["gpu"], row["solution"])))
@@ -287,6 +290,14 @@ def print_leaderboard(
         ]
         note(f"{BY_SIZE}: latency from the smallest size to the largest, on one scale for each operator and GPU")
     print_table(columns, cells, wide=wide, least=LEADERBOARD_DROPPED_FIRST, most=LEADERBOARD_DROPPED_LAST)
+
+
+def _leaderboard_cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the cells of one row under :data:`COLUMNS`."""
+    before = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup")
+    ends = (row["lowest_speedup"], row["highest_speedup"])
+    spread = None if None in ends else f"{ends[0]:.3g} - {ends[1]:.3g}"
+    return (*(row[key] for key in before), spread, row["geomean_sol_ratio"], row["origin"])
 
 
 # ---- Compare ------------------------------------------------------------------------------------------
@@ -349,10 +360,11 @@ def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
     for gpu in sorted({row["gpu"] for row in rows}):
         here = [row for row in rows if row["gpu"] == gpu]
         wins = {name: sum(row["faster"] == name for row in here) for name in (a, b)}
-        mean = geometric_mean(row["ratio"] for row in here)
+        ratios = [row["ratio"] for row in here]
         lines.append(
             f"{gpu}: a = {a} is faster at {wins[a]} of {len(here)} sizes, b = {b} at {wins[b]}; at "
-            f"{len(here) - wins[a] - wins[b]} it is not known which. Time of b over time of a, geometric mean: {mean:.3f}"
+            f"{len(here) - wins[a] - wins[b]} it is not known which. Time of b over time of a, geometric mean: "
+            f"{geometric_mean(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
         )
     return lines
 

@@ -48,7 +48,7 @@ def publish_command(
     if to is not None:
         _share(to, slug, as_json=as_json)
         return
-    with open_reader(trust=trust) as store:
+    with open_reader(trust=trust, waits=True) as store:
         reports = publish_all(store, slug)
     if as_json:
         print_json([_record(report) for report in reports])
@@ -61,7 +61,7 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     from tilegym_db.store.sharing import SharedDataSet, share_traces
 
     data_set = SharedDataSet(uri)
-    with open_reader() as store:
+    with open_reader(waits=True) as store:
         report = share_traces(store, data_set, gpu)
         files = share_tables(store, data_set.place, gpu)
     if as_json:

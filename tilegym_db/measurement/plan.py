@@ -549,6 +549,8 @@ class SummaryRow:
     note: str
     sol_ratio: float | None = None
     over_best: float | None = None
+    spread: tuple[float, float] | None = None
+    """The lowest and the highest of the ratios against stock code."""
 
 
 VERIFICATION: Final = "promotion"
@@ -594,7 +596,11 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
         note = "verified, not timed: it omits an output"
     passed = len(counted) - len(failures)
     speedup, over_best = (_mean(ratios.get(provides, ())) for provides in ("stock", "incumbent"))
-    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best)
+    stock = ratios.get("stock")
+    spread = (min(stock), max(stock)) if stock else None
+    return SummaryRow(
+        solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best, spread
+    )
 
 
 def _mean(ratios: Sequence[float]) -> float | None:

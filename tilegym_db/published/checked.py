@@ -28,19 +28,17 @@ from pydantic_core import from_json
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import (
     CHECKED_RECORDS,
+    content_of_family,
     family_content,
     file_of,
-    name_at,
     of_family_file,
     read_sources,
-    solution_of_family,
 )
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import PEAKS_NAME, definition_of, published_folders, trace_files
 from tilegym_db.published.snapshot import open_snapshot
-from tilegym_db.records import Solution
 from tilegym_db.records.definition import (
     CODES_EQUAL,
     MIN_ELEMENTS_FOR_NORMS,
@@ -50,6 +48,7 @@ from tilegym_db.records.definition import (
     limits_for,
 )
 from tilegym_db.records.roofline import GpuPeaks, least_us, speed_of_light
+from tilegym_db.records.solution import digest_of, source_names, without_defaults
 from tilegym_db.records.text import length_prefixed_digest
 
 MAX_BYTES = 8 << 20
@@ -82,38 +81,36 @@ class Checked:
             self._contents[path] = read_bytes(path, "record")
         return self._contents[path]
 
-    def record(self, path: Path) -> Solution:
-        """Return the Solution at a listed place. If the record has its own file, only its fields are validated.
+    def solution_record(self, path: Path) -> tuple[dict[str, Any], str] | None:
+        """Return ``to_dict()`` and the digest of the Solution at a place that is known to be valid, else None.
 
-        Raises:
-            RecordError: it cannot be read or is not valid.
-            ValueError: it is not valid.
+        Its record is not validated: that took a third of the time of a new home.
         """
+        if str(path) not in self._files:
+            return None
+        try:
+            record = self.stated_solution(path)
+            sources = read_sources(path, source_names(record), self._sources)
+            if not self.solution(path, record["definition"], sources):
+                return None
+            return record, digest_of(record["definition"], record["spec"], sources)
+        except (RecordError, ValueError, LookupError, AttributeError, TypeError):
+            return None  # the ordinary reader reports the fault
+
+    def stated_solution(self, path: Path) -> dict[str, Any]:
+        """Return the content of the Solution's record at a place as ``to_dict()`` would, without validating it."""
         content = self.content(file_of(path))
-        if of_family_file(path):
-            return solution_of_family(content, file_of(path), name_at(path))
-        return Solution.model_validate(from_json(content))
-
-    def sources(self, path: Path, record: Solution) -> dict[str, bytes]:
-        """Return name -> bytes of the sources of the Solution at a place.
-
-        Raises:
-            RecordError: a source is missing, cannot be read, or is a link out of the folder.
-        """
-        return read_sources(path, record, self._sources)
-
-    def lists(self, path: Path) -> bool:
-        """Return True if a file, or a Solution of a ``family.json``, is on the list, changed or not."""
-        return str(path) in self._files
+        stated = content_of_family(content, path) if of_family_file(path) else from_json(content)
+        return without_defaults(stated)
 
     def definition_digest(self, name: str) -> str | None:
         """Return the digest of a Definition that is known to be valid, else None."""
         known = self._listed["definitions"].get(name)
         return known[1] if known and known[0] == self.definition_key(name) else None
 
-    def solution(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> bool:
-        """Return True if a Solution is known to be valid."""
-        return self._is(path, lambda: self.solution_key(path, record, sources))
+    def solution(self, path: Path, definition: str, sources: Mapping[str, bytes]) -> bool:
+        """Return True if a Solution of a Definition is known to be valid."""
+        return self._is(path, lambda: self.solution_key(path, definition, sources))
 
     def workloads(self, path: Path, definition: str) -> bool:
         """Return True if every line of a file is known to be a valid Workload of this Definition."""
@@ -148,12 +145,12 @@ class Checked:
         except (RecordError, ValueError, AttributeError, TypeError):
             return ""
 
-    def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
+    def solution_key(self, path: Path, definition: str, sources: Mapping[str, bytes]) -> str:
         """Return a digest of a Solution's record, its sources, and its Definition."""
         content = self.content(file_of(path))
         content = family_content(content, path) if of_family_file(path) else content
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
-        return self._of_definition(record.definition, content, *parts)
+        return self._of_definition(definition, content, *parts)
 
     def workloads_key(self, path: Path, definition: str) -> str:
         """Return a digest of a file of Workloads and of their Definition."""
@@ -241,7 +238,7 @@ def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
     return frozenset(  # a listed Solution covers the file of its Definition
         source_key(record.digest, files.digest)
         for files in catalog.solutions_for(definition)
-        if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)
+        if checked.solution(catalog.solution_paths[files.name], definition, files.sources)
     )
 
 

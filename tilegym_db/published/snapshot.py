@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import itertools
 import os
 import re
 import secrets
@@ -282,14 +281,14 @@ def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, 
 
 @dataclass(frozen=True)
 class Batch:
-    """Files of whole traces, one per line, of one origin."""
+    """Traces of one origin, one per line, in files or in memory."""
 
     origin: Origin
     trusted: bool
-    files: tuple[Path, ...]
     lines: int
-    sources: Mapping[Path, Path] = field(default_factory=dict)
-    """Temporary file -> the source of its lines; the line numbers are equal."""
+    files: tuple[Path, ...] = ()
+    texts: tuple[tuple[Path, bytes], ...] = ()
+    """Each file that is not read as it is, with its unpacked lines. Lines left out are blank, so that numbers stay equal."""
 
 
 @dataclass(frozen=True)
@@ -302,35 +301,30 @@ class Sorted:
 
 
 class _Sorter:
-    """A collector of batches. It writes lines that must be moved to files in ``scratch``."""
+    """A collector of batches."""
 
-    def __init__(self, home: Path, scratch: Path, trust: bool) -> None:
-        self.home, self.scratch, self.trust = home, scratch, trust
+    def __init__(self, home: Path, trust: bool) -> None:
+        self.home, self.trust = home, trust
         self._files: dict[tuple[Origin, bool], list[Path]] = {}
+        self._texts: dict[tuple[Origin, bool], list[tuple[Path, bytes]]] = {}
         self._lines: dict[tuple[Origin, bool], int] = {}
-        self._numbers = itertools.count()
-        self._sources: dict[Path, Path] = {}
 
-    def add(self, path: Path, origin: Origin, lines: int, *, trusted: bool | None = None) -> None:
+    def _key(self, origin: Origin, trusted: bool | None, lines: int) -> tuple[Origin, bool]:
         key: tuple[Origin, bool] = (origin, origin == "foreign" and (self.trust if trusted is None else trusted))
-        self._files.setdefault(key, []).append(path)
         self._lines[key] = self._lines.get(key, 0) + lines
+        return key
 
-    def write(self, lines: Iterable[bytes], origin: Origin, source: Path, *, trusted: bool | None = None) -> None:
-        content = b"".join(lines)
-        count = sum(bool(line.strip()) for line in content.splitlines())  # b"".isspace() is False
+    def add(self, path: Path, origin: Origin, lines: int) -> None:
+        """Add a file that is read as it is."""
+        self._files.setdefault(self._key(origin, None, lines), []).append(path)
+
+    def add_lines(self, lines: Sequence[bytes], origin: Origin, source: Path, *, trusted: bool | None = None) -> None:
+        """Add the lines of a source."""
+        count = sum(not line.isspace() for line in lines)
         if count:
-            path = self.scratch / f"{next(self._numbers)}.jsonl"
-            try:
-                path.write_bytes(content)
-            except OSError as error:
-                raise StoreError(
-                    f"cannot write {path}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
-                ) from None
-            self._sources[path] = source
-            self.add(path, origin, count, trusted=trusted)
+            self._texts.setdefault(self._key(origin, trusted, count), []).append((source, b"".join(lines)))
 
-    def write_apart(
+    def add_apart(
         self,
         lines: Sequence[bytes],
         is_foreign: Sequence[bool],
@@ -339,19 +333,24 @@ class _Sorter:
         *,
         trusted: bool | None = None,
     ) -> None:
-        """Write the foreign lines apart from the others, with blank lines in their places to keep the line numbers."""
+        """Add the foreign lines apart from the others, with blank lines in their places to keep the line numbers."""
+        if not any(is_foreign):
+            self.add_lines(lines, origin, source)
+            return
         marked = list(zip(lines, is_foreign, strict=True))
-        self.write((b"\n" if foreign else line for line, foreign in marked), origin, source)
-        if any(is_foreign):
-            self.write((line if foreign else b"\n" for line, foreign in marked), "foreign", source, trusted=trusted)
+        self.add_lines([b"\n" if foreign else line for line, foreign in marked], origin, source)
+        self.add_lines([line if foreign else b"\n" for line, foreign in marked], "foreign", source, trusted=trusted)
 
     def batches(self) -> tuple[Batch, ...]:
         # Trusted origins come first: later batches find their ids taken.
-        order = sorted(self._files, key=lambda key: (("shipped", "local", "foreign").index(key[0]), not key[1]))
-        return tuple(Batch(*key, tuple(self._files[key]), self._lines[key], self._sources) for key in order)
+        order = sorted(self._lines, key=lambda key: (("shipped", "local", "foreign").index(key[0]), not key[1]))
+        return tuple(
+            Batch(*key, self._lines[key], tuple(self._files.get(key, ())), tuple(self._texts.get(key, ())))
+            for key in order
+        )
 
 
-def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
+def sorted_files(files: Sequence[Path], home: Path, *, trust: bool) -> Sorted:
     """Sort journals and other files given by the user, by the signature of every line.
 
     The lock of a published file decides its origin. A published file without a lock that counts is foreign.
@@ -359,7 +358,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
     Raises:
         StoreError: a file cannot be read.
     """
-    sorter = _Sorter(home, scratch, trust)
+    sorter = _Sorter(home, trust)
     rejected: list[RejectedLine] = []
     for path in files:
         if path.exists() and not path.is_file():  # reading a FIFO would block
@@ -380,16 +379,16 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
             sorter.add(path, "local" if signed and all(signed) else "foreign", len(signed))
         else:
             lines = list(_whole_lines(path))
-            sorter.write_apart(lines, [not _is_own(line, home) for line in lines], "local", path)
+            sorter.add_apart(lines, [not _is_own(line, home) for line in lines], "local", path)
     return Sorted(sorter.batches(), rejected=tuple(rejected))
 
 
-def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path) -> Sorted:
+def sorted_snapshots(folders: Iterable[Path], home: Path) -> Sorted:
     """Sort the traces of published folders (``traces/<gpu>``) by the origin of each folder.
 
     An invalid folder, or a file that differs from its lock, is left out with the reason.
     """
-    sorter = _Sorter(home, scratch, trust=False)
+    sorter = _Sorter(home, trust=False)
     refused: list[str] = []
     for folder in folders:
         refused += _add_published(sorter, trace_files(folder), folder)
@@ -415,8 +414,8 @@ def _add_file(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
     except RecordError as error:
         return [str(error)]
     # This installation published these without measuring them, because the user had trusted them.
-    borrowed = [snapshot.origin == "local" and _is_foreign(line) for line in lines]
-    sorter.write_apart(lines, borrowed, snapshot.origin, path, trusted=True)
+    borrowed = [_is_foreign(line) for line in lines] if snapshot.origin == "local" else [False] * len(lines)
+    sorter.add_apart(lines, borrowed, snapshot.origin, path, trusted=True)
     return []
 
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_core import to_jsonable_python
 
 from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
 from tilegym_db.records.base import DType, Flag, Line, Prose, Record, RecordPart
@@ -28,6 +29,7 @@ from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixe
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
 
+ENTRY_POINT = "kernel.py::run"
 MAX_CONFIGS = 1_000_000
 MAX_PATH = 200
 Tunable = bool | int | float | str
@@ -118,7 +120,7 @@ class SolutionSpec(RecordPart):
     """Build and call settings of the source, and the limits that its author declares."""
 
     language: Literal["python", "triton", "tilelang", "cutile"]
-    entry_point: str = "kernel.py::run"
+    entry_point: str = ENTRY_POINT
     role: Literal["kernel", "baseline"] = "kernel"
     destination_passing_style: Flag = True
     target_hardware: tuple[str, ...] = TARGETS
@@ -252,12 +254,7 @@ class Solution(Record):
         Args:
             sources: path -> bytes of every file in ``self.sources``.
         """
-        spec = self.spec.model_dump(mode="json", exclude_defaults=True)
-        spec["entry_point"] = self.spec.entry_point  # part of every digest, even if the record leaves it out
-        parts = [self.definition.encode(), canonical_json(spec).encode()]
-        for path in sorted(sources):
-            parts += [path.encode(), sources[path]]
-        return length_prefixed_digest(parts)
+        return digest_of(self.definition, self.spec.model_dump(mode="json", exclude_defaults=True), sources)
 
     def check_against(self, definition: Definition) -> None:
         """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have. Also raise it
@@ -341,6 +338,35 @@ class Solution(Record):
         names = list(self.spec.tunables)
         for values in itertools.product(*(self.spec.tunables[name] for name in names)):
             yield dict(zip(names, values, strict=True))
+
+
+def digest_of(definition: str, spec: Mapping[str, Any], sources: Mapping[str, bytes]) -> str:
+    """Return :meth:`Solution.digest` from a spec as JSON has it, without keys of their default value."""
+    spec = {"entry_point": ENTRY_POINT, **spec}  # part of every digest, even if the record leaves it out
+    parts = [definition.encode(), canonical_json(spec).encode()]
+    for path in sorted(sources):
+        parts += [path.encode(), sources[path]]
+    return length_prefixed_digest(parts)
+
+
+def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``to_dict()`` of a Solution from the content of its record, which is known to be valid."""
+    spec = {key: value for key, value in content["spec"].items() if value != _SPEC_DEFAULTS.get(key)}
+    return {key: value for key, value in content.items() if value != _DEFAULTS.get(key)} | {"spec": spec}
+
+
+def source_names(content: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the sources from the content of a valid record."""
+    return [source["path"] for source in content.get("sources", _DEFAULTS["sources"])]
+
+
+def _defaults(model: type[RecordPart]) -> dict[str, Any]:
+    """Return key -> default value as JSON has it, of the keys that a record may leave out."""
+    fields = model.model_fields.items()
+    return {name: to_jsonable_python(field.default) for name, field in fields if not field.is_required()}
+
+
+_DEFAULTS, _SPEC_DEFAULTS = _defaults(Solution), _defaults(SolutionSpec)
 
 
 # ---- families -------------------------------------------------------------------------------------

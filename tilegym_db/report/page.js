@@ -47,7 +47,7 @@
   };
 
   // --- state: what the address says after '#', so that a filtered page can be sent to somebody ---
-  const FIELDS = ["q", "op", "gpu", "lang", "since"];
+  const FIELDS = ["q", "op", "operator", "gpu", "lang", "since"];
   const parts = [...document.querySelectorAll("main section")].map((section) => section.id);
   function addressState() {
     const text = location.hash.slice(1);
@@ -179,8 +179,8 @@
   }
   function wanted() {
     const words = byId("q").value.toLowerCase().split(/\s+/).filter(Boolean);
-    const [op, gpu, lang] = ["op", "gpu", "lang"].map((id) => byId(id).value);
-    return (row) => (!op || !row.family || row.family === op) && (!gpu || !row.gpu || row.gpu === gpu)
+    const [op, operator, gpu, lang] = ["op", "operator", "gpu", "lang"].map((id) => byId(id).value);
+    return (row) => (!op || !row.family || row.family === op) && (!operator || !row.definition || row.definition === operator) && (!gpu || !row.gpu || row.gpu === gpu)
       && (!lang || !row.tongue || row.tongue === lang) && words.every((word) => row.words.includes(word));
   }
   function show(name) {
@@ -275,6 +275,20 @@
     place.replaceChildren(svg, element("ul", { class: "legend" }, element("li", { class: "paper" }, gpu), ...seen.map((language) => element("li", {}, plots.swatch(language), ` ${language}`)),
       element("li", {}, peak ? `roofs: ${roofs.map(([name, top]) => `${name} ${unit(top, "flop/s")}`).join(", ")}; slope ${unit(peak.copy_bytes_per_s, "B/s")}; calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
     filterRoofline();
+  }
+  function overview() { // of each shape the fastest kernel, whether it beats stock code or not
+    const place = byId("plot-speedups"), cases = new Map();
+    for (const row of tables.kernels.rows.filter(wanted())) {
+      if (row.role !== "kernel" || row.speedup === null) continue;
+      const key = [row.definition, row.gpu, row.axes_key, row.dtypes_key, row.scalars_key, row.layouts_key].join("|"), known = cases.get(key);
+      if (!known || row.latency_us < known.latency_us) cases.set(key, row);
+    }
+    const found = [...d3.group(cases.values(), (row) => row.family)].map(([name, group]) => {
+      const ratios = group.map((row) => row.speedup).sort((one, two) => one - two), half = (ratios.length - 1) / 2;
+      return { name, count: ratios.length, low: ratios[0], middle: (ratios[Math.floor(half)] + ratios[Math.ceil(half)]) / 2, high: ratios.at(-1) };
+    }).sort((one, two) => two.middle - one.middle);
+    const said = found.map(({ name, middle, low, high, count }) => `${name} ${figure(middle, 3)}x, from ${figure(low, 3)} to ${figure(high, 3)}, of ${count} shapes`).join("; ");
+    place.replaceChildren(found.length ? plots.speedups(`Median speedup of each family: ${said}`, found) : element("p", { class: "notice" }, "No kernel that these filters leave was timed beside stock code."));
   }
   const latencyKey = (row) => [row.gpu, row.dtypes_key, row.layouts_key, row.scalars_key].filter(Boolean).join("; ");
   function latency() {
@@ -382,6 +396,7 @@
   let applied = 0;
   function apply({ atOnce = false } = {}) {
     const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), followGpu, filterRoofline, followSearch];
+    rest.unshift(overview);
     show("kernels");
     byId("since-shown").textContent = sinceDay() || "the start";
     const { found, rows: all } = tables.kernels;
@@ -400,6 +415,7 @@
   fill("op", distinct(rows.definitions.map((row) => row.op_type)), "", "all");
   fill("gpu", places, "", "all");
   fill("lang", LANGUAGES, "", "all");
+  fill("operator", distinct(rows.definitions.map((row) => row.name)), "", "all");
   fill("operators", distinct(rows.definitions.map((row) => row.name)));
   fill("roof-gpu", gpuNames, [...d3.group(rows.evidence, (row) => row.gpu)].reduce((most, one) => (one[1].length > most[1].length ? one : most), ["", []])[0]);
   fill("lat-definition", distinct(rows.evidence.map((row) => row.definition)));
@@ -414,8 +430,12 @@
     if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
   });
   addEventListener("hashchange", readAddress);
-  const drawPlots = () => { latency(); roofline(); };
+  const drawPlots = () => { overview(); latency(); roofline(); };
   matchMedia("(max-width: 46rem)").addEventListener("change", drawPlots);
+  const watcher = new ResizeObserver((seen) => { // a table that is wider than the page scrolls by itself, without a sticky head
+    for (const { target } of seen) target.classList.toggle("scrolled", target.scrollWidth > target.clientWidth);
+  });
+  document.querySelectorAll("main .table").forEach((place) => watcher.observe(place));
   const bar = byId("filters");
   new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
   drawPlots();

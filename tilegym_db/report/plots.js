@@ -113,5 +113,23 @@ const plots = (() => {
     addMarks(svg, rows.map((row) => ({ row, x: x(row.trace_id), y: y(row.latency_us), text: story(row) })), open);
     return { svg: svg.node(), lines };
   }
-  return { figure, unit, roofline, latency, history, filterMarks, swatch };
+  /** A line for each family from its lowest to its highest ratio, with a mark at the median; to the right of 1 is faster than stock code. */
+  function speedups(label, families) {
+    const small = matchMedia("(max-width: 46rem)").matches, [width, left, right] = small ? [400, 116, 92] : [960, 150, 190];
+    const step = small ? 19 : 17, height = families.length * step + 30, floor = height - 26;
+    const [least, most] = d3.extent([1, ...families.flatMap((one) => [one.low, one.high])]);
+    const x = d3.scaleLog([least / 1.1, most * 1.1], [left, width - right]);
+    const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("role", "img").attr("aria-label", label);
+    const ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500].filter((tick) => tick >= least / 1.1 && tick <= most * 1.1);
+    const grid = svg.append("g").attr("class", "axis").selectAll("g").data(ticks).join("g").attr("transform", (tick) => `translate(${x(tick)} 0)`);
+    grid.append("line").attr("y1", 4).attr("y2", floor).classed("even", (tick) => tick === 1);
+    grid.append("text").attr("y", height - 8).attr("text-anchor", "middle").text((tick) => `${tick}x`);
+    const rows = svg.append("g").selectAll("g").data(families).join("g").attr("transform", (_, at) => `translate(0 ${at * step + 13})`);
+    rows.append("text").attr("x", left - 10).attr("dy", "0.32em").attr("text-anchor", "end").text(({ name }) => name);
+    rows.append("line").attr("class", "range").attr("x1", ({ low }) => x(low)).attr("x2", ({ high }) => x(high));
+    rows.append("circle").attr("class", "middle").attr("r", 4.5).attr("cx", ({ middle }) => x(middle));
+    rows.append("text").attr("x", width - right + 8).attr("dy", "0.32em").text(({ middle, count }) => (small ? `${figure(middle, 3)}x of ${count}` : `median ${figure(middle, 3)}x of ${count} shapes`));
+    return svg.node();
+  }
+  return { figure, unit, roofline, latency, history, speedups, filterMarks, swatch };
 })();

@@ -203,6 +203,8 @@ LEADERS: tuple[Column, ...] = (
     ("language", "language"),
     ("fastest at", lambda row: f"{row['wins']} of {row['shapes']}"),
     ("speedup", "geomean_speedup"),
+    ("lowest", "lowest_speedup"),
+    ("highest", "highest_speedup"),
     ("of the speed of light", _share("geomean_sol_ratio")),
 )
 FURTHEST: tuple[Column, ...] = (

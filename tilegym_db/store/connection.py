@@ -1,8 +1,8 @@
 """Opens the store: creates a missing one, refuses a newer one, and keeps it in step with its sources.
 
 Writers wait for each other at a file lock. A reader that finds an older catalog in the store refreshes it if it can.
-Otherwise it reads on and reports that in :attr:`Store.stale`. Opening a store with older tables rebuilds it from the
-journals, and from the old file for the rest.
+Otherwise it reads on and reports that in :attr:`Store.stale`. It ingests journals that grew in the same way. Opening a store
+with older tables rebuilds it from the journals, and from the old file for the rest.
 
 A reader of a store in step loads no record classes: they take longer than its answer, so :mod:`tilegym_db.store.filling` is
 imported on its first use.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.files import POLL_S, hold_lock, lock_holder
+from tilegym_db.files import POLL_S, hold_lock, lock_holder, regular_files
 from tilegym_db.paths import home
 from tilegym_db.store import statements
 from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
@@ -332,6 +332,8 @@ def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:
     locked = connection.execute("SELECT current_setting('lock_configuration')").fetchall()
     if not locked[0][0]:
         connection.execute("SET GLOBAL TimeZone = 'UTC'")
+        # DuckDB prints a bar to stdout if a query of a prompt, a notebook or `python -c` takes two seconds.
+        connection.execute("SET enable_progress_bar = false")
         if read_only:
             connection.execute("SET lock_configuration = true")
 
@@ -470,6 +472,7 @@ def open_store(
     read_only: bool = False,
     catalog: Catalog | None = None,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
+    waits: bool = False,
 ) -> Store:
     """Open the database, and create it first if it is missing.
 
@@ -481,6 +484,7 @@ def open_store(
         catalog: the current definitions and solutions; by default :meth:`Catalog.default`. If it trusts foreign traces,
             they count for this connection.
         lock_timeout_s: seconds to wait for another process; by default longer if that is creating the store.
+        waits: a reader waits for a writer in order to see all that is there. By default it reads on, and is :attr:`Store.stale`.
 
     Raises:
         StoreError: locked by another process, not writable, on a full disk, damaged, or written by a newer version.
@@ -505,17 +509,45 @@ def open_store(
             ) from error
         store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
     outdated_parts = outdated(meta, fingerprints(catalog, path.parent))
-    if not outdated_parts:
+    is_behind = any(known_size != size for known_size, size in _journal_sizes(store))
+    if not outdated_parts and not is_behind:
         return store
     store.close()
     stale = None
     try:
-        _open_writer(path, catalog, 0.0).close()
+        with _open_writer(path, catalog, lock_timeout_s if waits else 0.0) as writer:
+            if is_behind:  # a run was killed before it ingested what it had journaled, or is still at work
+                _ingest_journals(writer)
     except StoreError as error:
-        stale = f"the {' and '.join(outdated_parts)} changed since this store was last written, and now {error}"
+        parts = [*outdated_parts, *(["journals"] if is_behind else [])]
+        stale = f"the {' and '.join(parts)} changed since this store was last written, and now {error}"
     store, _ = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
     store.stale = stale
     return store
+
+
+def _journal_sizes(store: Store) -> Iterator[tuple[int, int]]:
+    """Yield the size of each journal when it was ingested, 0 for never, and its size now."""
+    known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
+    for path in regular_files(store.home / "runs", "*.jsonl"):
+        if can_be_noted(path):
+            with suppress(OSError):  # a run without measurements removes its empty journal
+                yield known.get(str(path), 0), path.stat().st_size
+
+
+def can_be_noted(path: Path) -> bool:
+    """Return True if the database can hold the name of a file, which is text for it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _ingest_journals(store: Store) -> None:
+    from tilegym_db.store.filling import ingest_journals
+
+    ingest_journals(store)
 
 
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:

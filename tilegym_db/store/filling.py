@@ -22,7 +22,7 @@ from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
 from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import imported_manifests, published_folders
 from tilegym_db.published.snapshot import RejectedLine
-from tilegym_db.records import Solution, axes_key
+from tilegym_db.records import axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
 from tilegym_db.store import queries, statements
@@ -30,6 +30,7 @@ from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
     attach,
+    can_be_noted,
     connect,
     database_path,
     is_damage,
@@ -150,19 +151,11 @@ def load_home(store: Store, *, trust: bool = False) -> IngestReport:
     """
     load_tuning(store, store.home)
     journals = journal_files(store.home)
-    odd = [path for path in journals if not _can_be_kept(path)]
+    odd = [path for path in journals if not can_be_noted(path)]
     journaled = load_journals(store, [path for path in journals if path not in odd], trust=trust)
     reason = "its name is not UTF-8, so the database cannot note that it was read. Rename it."
     left_out = IngestReport(rejected=tuple(RejectedLine(path, 0, reason) for path in odd))
     return combined(journaled, left_out, load_model_runs(store, store.home, trust=trust))
-
-
-def _can_be_kept(path: Path) -> bool:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _adopt(store: Store, old: Path, keep_traces: bool) -> IngestReport:
@@ -435,16 +428,16 @@ def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
     """Return every valid Solution, by name. Broken ones are left out, and named as :attr:`Catalog.solutions` does."""
     rows, unknown = {}, set()
     for name, path in catalog.solution_paths.items():
-        row = _checked_solution(path, checked)
-        if row is None:
+        known = checked.solution_record(path)
+        if known is None:
             unknown.add(definition_at(path))
         else:
-            rows[name] = row
+            rows[name] = _solution_row(*known)
     if unknown <= catalog.definition_paths.keys():
         read = [files for definition in sorted(unknown) for files in catalog.solutions_for(definition)]
     else:
         read = list(catalog.solutions.values())
-    rows |= {files.name: _solution_row(files.record, files.digest) for files in read}
+    rows |= {files.name: _solution_row(files.record.to_dict(), files.digest) for files in read}
     return [rows[name] for name in sorted(rows)]
 
 
@@ -457,17 +450,6 @@ def workload_rows(catalog: Catalog, checked: Checked, definitions: list[str]) ->
             records = [workload.to_dict() for workload in catalog.workloads_for(name)]
         rows += [_workload_row(record) for record in records]
     return rows
-
-
-def _checked_solution(path: Path, checked: Checked) -> Row | None:
-    if not checked.lists(path):
-        return None
-    try:
-        record = checked.record(path)
-        sources = checked.sources(path, record)
-    except (RecordError, ValueError):
-        return None  # the ordinary reader reports the fault
-    return _solution_row(record, record.digest(sources)) if checked.solution(path, record, sources) else None
 
 
 def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> list[Row] | None:
@@ -487,8 +469,8 @@ def _definition_row(digest: str, record: Row) -> Row:
     return {key: record[key] for key in ("name", "version", "op_type")} | {"digest": digest, "record": record}
 
 
-def _solution_row(record: Solution, digest: str) -> Row:
-    return {"name": record.name, "definition": record.definition, "digest": digest, "record": record.to_dict()}
+def _solution_row(record: Row, digest: str) -> Row:
+    return {"name": record["name"], "definition": record["definition"], "digest": digest, "record": record}
 
 
 def _workload_row(record: Row) -> Row:

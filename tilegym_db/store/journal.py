@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import json
 import os
 import re
@@ -213,6 +214,11 @@ def read_journal(path: Path) -> JournalContent:
         raise StoreError(str(error), code=error.code) from None
     if is_packed(content):
         return JournalContent(tuple(read_traces(content, path)))
+    return journal_content(content, path)
+
+
+def journal_content(content: bytes, path: Path) -> JournalContent:
+    """Return the traces of the unpacked lines of a file, and each other line with the reason."""
     traces: list[Trace] = []
     rejected: list[RejectedLine] = []
     torn = False
@@ -326,7 +332,7 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
     if not files:
         return IngestReport()
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
-        found = sorted_files(files, store.home, Path(folder), trust=trust)
+        found = sorted_files(files, store.home, trust=trust)
         return replace(_load(store, found, Path(folder)), files=len(files))
 
 
@@ -336,7 +342,7 @@ def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozense
     ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home, Path(scratch)), Path(scratch), plausible)
+        return _load(store, sorted_snapshots(folders, store.home), Path(scratch), plausible)
 
 
 def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:
@@ -352,39 +358,59 @@ def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] 
 
 
 def _load_batch(store: Store, batch: Batch, whole: Path, plausible: frozenset[str]) -> IngestReport:
-    added = _insert(store, batch, joined(batch.files, whole), plausible)
+    count = len(batch.files) + len(batch.texts)
+    added = _insert(store, batch, joined(batch, whole), plausible)
     if added is not None:
-        return IngestReport(len(batch.files), added, batch.lines - added)
-    lines, rejected = _clean(batch.files, whole)
+        return IngestReport(count, added, batch.lines - added)
+    lines, rejected = _clean(batch, whole)
     added = _insert(store, batch, [whole], plausible)
     if added is None:
-        names = ", ".join(str(path) for path in batch.files)
+        names = ", ".join(str(path) for path in (*batch.files, *(source for source, _ in batch.texts)))
         raise StoreError(
             f"the traces of {names} hold a value that the database cannot. Nothing was ingested.",
             code="value_unstorable",
         )
-    named = tuple(replace(line, path=batch.sources.get(line.path, line.path)) for line in rejected)
-    return IngestReport(len(batch.files), added, lines - added, named)
+    return IngestReport(count, added, lines - added, rejected)
 
 
-def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Sequence[Path]:
-    """Join small files into one, ``target``, and return it with the large ones.
+def joined(batch: Batch, target: Path, small_bytes: int = SMALL) -> Sequence[Path]:
+    """Write the lines in memory and small files into one file, ``target``, and return it with the large ones.
 
     DuckDB takes 2 ms to open a file, and a tenth of that to read it.
+
+    Raises:
+        StoreError: the disk is full.
     """
-    small: list[Path] = []
     large: list[Path] = []
-    try:
-        for path in files:
-            is_small = path.suffix == ".jsonl" and path.stat().st_size <= small_bytes
-            (small if is_small else large).append(path)
-        with target.open("wb") as out:
-            for path in small:
-                content = path.read_bytes()
-                out.write(content if content.endswith(b"\n") else content + b"\n")
-    except OSError:
-        return files  # reading the originals reports the fault
+    with _writing(target), target.open("wb") as out:
+        for _, content in batch.texts:
+            out.write(ended(content))
+        for path in batch.files:
+            try:
+                is_small = path.suffix == ".jsonl" and path.stat().st_size <= small_bytes
+                content = path.read_bytes() if is_small else b""
+            except OSError:
+                is_small = False  # reading the original reports the fault
+            if is_small:
+                out.write(ended(content))
+            else:
+                large.append(path)
     return [target, *large]
+
+
+def ended(content: bytes) -> bytes:
+    """Return lines of which the last one has its end too."""
+    return content if content.endswith(b"\n") else content + b"\n"
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {target}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
+        ) from None
 
 
 def _foreign_note(count: int) -> str:
@@ -432,21 +458,18 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozen
     return int(added - repeated)
 
 
-def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine, ...]]:
-    """Write the traces in ``files`` to ``target``; return their number, and the lines that are not traces."""
+def _clean(batch: Batch, target: Path) -> tuple[int, tuple[RejectedLine, ...]]:
+    """Write the traces of a batch to ``target``; return their number, and the lines that are not traces."""
     rejected: list[RejectedLine] = []
     count = 0
-    try:
-        with target.open("w", encoding="utf-8") as out:
-            for path in files:
-                content = read_journal(path)
-                rejected += content.rejected
-                count += len(content.traces)
-                out.writelines(trace.to_json() + "\n" for trace in content.traces)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {target}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
-        ) from None
+    read = itertools.chain(
+        map(read_journal, batch.files), (journal_content(content, source) for source, content in batch.texts)
+    )
+    with _writing(target), target.open("w", encoding="utf-8") as out:
+        for content in read:
+            rejected += content.rejected
+            count += len(content.traces)
+            out.writelines(trace.to_json() + "\n" for trace in content.traces)
     return count, tuple(rejected)
 
 

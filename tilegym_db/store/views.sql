@@ -302,7 +302,9 @@ SELECT
     count(*) AS shapes,
     count(*) FILTER (WHERE trace_id IN (SELECT trace_id FROM best)) AS wins,
     exp(avg(ln(speedup)) FILTER (WHERE speedup > 0)) AS geomean_speedup,
-    exp(avg(ln(sol_ratio)) FILTER (WHERE sol_ratio > 0)) AS geomean_sol_ratio
+    exp(avg(ln(sol_ratio)) FILTER (WHERE sol_ratio > 0)) AS geomean_sol_ratio,
+    min(speedup) AS lowest_speedup, max(speedup) AS highest_speedup,
+    min(sol_ratio) AS lowest_sol_ratio, max(sol_ratio) AS highest_sol_ratio
 FROM best_per_solution
 GROUP BY definition, op_type, gpu, solution, language, role;
 

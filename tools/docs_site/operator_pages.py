@@ -135,7 +135,7 @@ def _kernels(store: Store, definition: Definition, evidence: list[dict[str, Any]
     return parts, pictures
 
 
-RANK_COLUMNS = ("solution", "language", "fastest at", "speedup", "of the speed of light")
+RANK_COLUMNS = ("solution", "language", "fastest at", "speedup", "lowest", "highest", "of the speed of light")
 SHAPE_COLUMNS = ("shape", "dtypes", "fastest", "us", "against the model's own code", "of the speed of light")
 
 
@@ -145,7 +145,7 @@ def _rank(row: dict[str, Any]) -> tuple[str, ...]:
         f"`{row['solution']}`",
         row["language"],
         won,
-        _times(row["geomean_speedup"]),
+        *(_times(row[key]) for key in ("geomean_speedup", "lowest_speedup", "highest_speedup")),
         _share(row["geomean_sol_ratio"]),
     )
 

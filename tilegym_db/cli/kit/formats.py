@@ -290,12 +290,15 @@ def unique_names(columns: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def open_reader(*, trust: bool = False) -> Iterator[Store]:
-    """Open the user's store read-only; create it if it does not exist. With ``trust``, foreign traces count."""
+def open_reader(*, trust: bool = False, waits: bool = False) -> Iterator[Store]:
+    """Open the user's store read-only; create it if it does not exist. With ``trust``, foreign traces count.
+
+    With ``waits``, wait for a writer in order to see all that is there.
+    """
     from tilegym_db.catalog import Catalog
     from tilegym_db.store.connection import open_store
 
-    with open_store(read_only=True, catalog=Catalog.default(trust_foreign=trust)) as store:
+    with open_store(read_only=True, catalog=Catalog.default(trust_foreign=trust), waits=waits) as store:
         if store.stale:
             note(f"note: {store.stale}")
         yield store
