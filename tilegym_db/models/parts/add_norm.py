@@ -157,12 +157,12 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return a layer's forward with each sum and its norm as one call."""
     plain = plain_forward(calls[0].found.module_class)
     assert plain is not None, "the group was found by its source"
-    served = {found.function: _function_of(found, site) for found, site in calls}
-    functions = {called_for(name): add_norm_function(asked) for name, asked in served.items()}
+    asked = {found.function: _function_of(found, site) for found, site in calls}
+    functions: dict[str, Any] = {called_for(name): function for name, function in asked.items()}
     # Groups whose norms are those of the first norm have the same pairs of layers.
     chained = next((found for found, _ in calls if found.followers), None)
     if chained is not None:
-        functions |= ends_of(served[chained.function], first_norm(plain), chained.followers)
+        functions |= ends_of(asked[chained.function], first_norm(plain), chained.followers)
     names = [found.function for found, _ in calls]
     rewrote, forget = shadow_function(rewritten(plain, *names, with_ends=chained is not None), functions)
     sites = [site for _, site in calls]
@@ -175,7 +175,7 @@ def _function_of(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
     norm = getattr(found.modules[0], found.function)
     names = list(found.match.definition.inputs)[OPERANDS:]
     weights = [names.index(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
-    return served_function(site, norm_part.attributes_of(found.match, OPERANDS), unpatched_class(norm), weights)
+    return add_norm_function(site, norm_part.attributes_of(found.match, OPERANDS), unpatched_class(norm), weights)
 
 
 NORMED = "_tilegym_db_normed"
@@ -187,12 +187,12 @@ _grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_en
 
 
 def ends_of(
-    served: Callable[..., Any], name: str, followers: Sequence[tuple[Module, Module]]
+    add_norm: Callable[..., Any], name: str, followers: Sequence[tuple[Module, Module]]
 ) -> dict[str, Callable[..., Any]]:
     """Return the functions that the rewritten forward of a layer calls for its last sum and its first norm.
 
     Args:
-        served: the function for a sum and its norm within a layer.
+        add_norm: the function for a sum and its norm within a layer.
         name: the attribute of the first norm.
         followers: layers and the ones after them.
     """
@@ -201,9 +201,8 @@ def ends_of(
 
     def last_sum(layer: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> torch.Tensor:
         norm = None if unread[0] > MAX_UNREAD else _norm_after(after, layer, name)
-        made = (
-            None if norm is None or norm.training or _grad_enabled() or _is_inference() else served(norm, residual, box)
-        )
+        may_ask = norm is not None and not (norm.training or _grad_enabled() or _is_inference())
+        made = add_norm(None, norm, residual, box) if may_ask else None
         if made is None:
             return residual + box[0]
         normed, total = made
@@ -269,29 +268,12 @@ def _are_leaves(residual: torch.Tensor, hidden: torch.Tensor) -> bool:
     return residual.is_leaf and hidden.is_leaf and residual.requires_grad and hidden.requires_grad
 
 
-def add_norm_function(served: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``add_norm(layer, norm, residual, (hidden,), keeps_sum) -> (normed, total)``, which a rewritten forward calls.
-
-    It runs ``served``, or else the layer's own operations.
-    """
-
-    def add_norm(
-        layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor], keeps_sum: bool = True
-    ) -> Any:
-        made = served(norm, residual, box, keeps_sum)
-        if made is not None:
-            return made
-        total = residual + box[0]
-        return norm(total), total
-
-    return add_norm
-
-
-def served_function(
+def add_norm_function(
     site: CallSite, attributes: Sequence[str | float], norm_class: type, weights: Sequence[int] = (0,)
 ) -> Callable[..., Any]:
-    """Return ``served(norm, residual, (hidden,), keeps_sum) -> (normed, total)``, or None if no kernel serves the call.
+    """Return ``add_norm(layer, norm, residual, (hidden,), keeps_sum) -> (normed, total)``, which a rewritten forward calls.
 
+    Without a kernel, the layer's own operations run. If ``layer`` is None, the result is None then, as the caller has them.
     ``residual`` is only read. ``hidden`` may become the sum, but not in training: the layer's code drops it there, and
     :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
@@ -330,7 +312,9 @@ def served_function(
         made = None if matrices is None else site.ask(is_training, *matrices, *kept)
         return None if made is None else tuple([one.view(hidden.shape) for one in made])
 
-    def served(norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor], keeps_sum: bool = True) -> Any:
+    def add_norm(
+        layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor], keeps_sum: bool = True
+    ) -> Any:
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm):
             site.bypass(HAS_HOOKS)
@@ -354,6 +338,9 @@ def served_function(
                 out = fused(kept, residual, hidden)
                 if out is not None:
                     return out, hidden
-        return None
+        if layer is None:
+            return None
+        total = residual + hidden
+        return norm(total), total
 
-    return served
+    return add_norm
