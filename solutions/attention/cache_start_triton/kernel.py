@@ -19,7 +19,7 @@ def _copy(
 
 @triton.jit(do_not_specialize=["S"])
 def _start(
-    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_b, k_h, k_s, v_b, v_h, v_s,
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_b, k_s, k_h, v_b, v_s, v_h,
     k_out_b, k_out_h, k_out_s, v_out_b, v_out_h, v_out_s, S, H,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -30,13 +30,13 @@ def _start(
 
 
 def run(k: torch.Tensor, v: torch.Tensor, k_out: torch.Tensor, v_out: torch.Tensor, *, BLOCK=None, num_warps=4):
-    """k_out = k and v_out = v.
+    """k_out = k and v_out = v, with heads before positions.
 
-    Shapes: k and k_out [B, H, S, D], v and v_out [B, H, S, Dv]; rows of D and Dv are contiguous; one dtype T in bfloat16,
-    float16, float32.
+    Shapes: k [B, S, H, D], v [B, S, H, Dv], k_out [B, H, S, D], v_out [B, H, S, Dv]; rows of D and Dv are contiguous; one
+    dtype T in bfloat16, float16, float32.
     Mapping: BLOCK positions of one head of k or of v a program; None: 32.
     """
-    B, H, S, D = k.shape
+    B, S, H, D = k.shape
     DV = v.shape[3]
     if B == 0:
         return

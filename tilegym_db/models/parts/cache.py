@@ -130,7 +130,8 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
         with torch.no_grad():
             if past:
                 cache.update(*past, 0)
-            return dict(inputs), tuple(cache.update(k, v, 0))
+            given = (k, v) if past else (k.transpose(1, 2), v.transpose(1, 2))
+            return dict(inputs), tuple(cache.update(*given, 0))
     except of_models() as error:
         return f"it cannot be probed: {type(error).__name__}: {error}"
 
@@ -245,7 +246,7 @@ def concat_function(site: CallSite | None, first: CallSite | None = None) -> Fun
         if not (_is_empty_like(past_k, k) and _is_empty_like(past_v, v) and k.shape[:3] == v.shape[:3] and k.numel()):
             first.bypass(OTHER_SHAPES)
             return None
-        return first.ask(False, k, v)
+        return first.ask(False, k.transpose(1, 2), v.transpose(1, 2))
 
     def serve(past_k: torch.Tensor, k: torch.Tensor, past_v: torch.Tensor, v: torch.Tensor) -> Any:
         if site is None or site.falls_back(False, k, v, past_k, past_v):
