@@ -92,6 +92,7 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
             "rope_partial": 1,
             "moe_experts": 2,
             "topk_softmax": 2,
+            "shared_expert_gate": 2,
             **MIXER,
         },
         {},

@@ -233,7 +233,8 @@ def _norm_after(after: Mapping[int, tuple[Any, Any]], layer: Module, name: str) 
     following = later()
     if following is None or own() is not layer or has_hooks(following):
         return None
-    return following._modules.get(name)
+    found: Module | None = following._modules.get(name)
+    return found
 
 
 def _nothing() -> None:
