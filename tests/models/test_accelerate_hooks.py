@@ -98,7 +98,7 @@ def test_a_model_is_served_after_its_hooks_were_removed(kernels: Catalog, build:
     before = own(model)
     with patched(model, catalog=kernels) as handle:
         assert torch.equal(logits(model, prompt()), stock)
-        assert handle.report().hits()["fused_add_rms_norm"] == 2
+        assert handle.report().hits()["fused_add_rms_norm"] == 3
     assert own(model) == before
 
 
@@ -110,7 +110,7 @@ def test_hooks_may_be_removed_while_patched(kernels: Catalog, build: Any, prompt
         for module in modules:
             remove_hook(module)
         assert torch.equal(logits(model, prompt()), stock)
-        assert handle.report().hits()["rms_norm"] >= 3
+        assert handle.report().hits()["rms_norm"] >= 2
     assert all(module.forward.__func__ is type(module).forward for module in modules)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from tilegym_db.models.parts import cache as growing
 
 pytestmark = pytest.mark.sweep
 
-OP = "kv_cache_concat"
+OP, FIRST = "kv_cache_concat", "kv_cache_prefill"
 TINY = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -109,6 +110,44 @@ def test_kernels_are_what_answers(poison: Catalog, prompt: Any) -> None:
         second = model(prompt(1, 1), past_key_values=cache).logits
     assert not first.isnan().any()
     assert second.isnan().any()
+
+
+def test_first_positions_are_those_of_stock(shop: Any, prompt: Any, left_padded: Any) -> None:
+    first = shop.offer(ops=(FIRST,))
+    for name in CONFIGS:
+        model, inputs = built(name), left_padded((9, 4, 7))
+        options = {**TOKENS, "return_dict_in_generate": True, "use_cache": True}
+        stock = model.generate(**inputs, **options)
+        with patched(model, catalog=first, ops=[FIRST], graphs=False) as handle:
+            found = model.generate(**inputs, **options)
+        assert torch.equal(found.sequences, stock.sequences)
+        for ours, theirs in zip(found.past_key_values.layers, stock.past_key_values.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+        assert handle.report().hits()[FIRST] == len(stock.past_key_values.layers)
+
+
+def test_first_positions_share_no_memory_with_their_source(shop: Any) -> None:
+    k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    site = CallSite(lambda *given: tuple([one.transpose(1, 2).clone() for one in given]))
+    cache = DynamicCache()
+    with torch.no_grad():
+        keys, values = growing.update_function(None, site)(cache, k, v, 0)
+    assert torch.equal(keys, k)
+    assert torch.equal(values, v)
+    assert cache.layers[0].keys is keys
+    assert site.bypassed == {}
+
+
+@pytest.mark.parametrize("past", [torch.empty(0, dtype=torch.float64), torch.empty(1, 2, 0, 9)])
+def test_an_empty_past_of_another_kind_runs_stock(past: torch.Tensor) -> None:
+    k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    site = CallSite(lambda *given: given)
+    concat = growing.concat_function(None, site)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):  # torch refuses another width
+        keys, _ = concat(past, k, torch.empty(0), v)
+        assert keys.dtype == torch.float64
+    assert site.bypassed == {growing.OTHER_SHAPES: 1}
 
 
 def test_a_cache_goes_on_after_the_patch_is_undone(concats: Catalog, prompt: Any) -> None:

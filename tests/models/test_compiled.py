@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 ONE_LAYER = {"num_hidden_layers": 1}
 ATTENTION = {  # compilers know the model's own, and keep it; no call has labels, so none has a loss
     **{"attention_prefill": 0, "attention_decode": 0, "cross_entropy": 0},
-    **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0},
+    **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0, "kv_cache_prefill": 0},
 }
 SERVED = {
     # What overwrites an operand is for eager code; compilers fuse an addition by themselves.

@@ -139,6 +139,7 @@ def test_discovery_changes_nothing_and_runs_no_hook(kernels: Catalog, build: Any
         "attention_masked_prefill",
         "attention_masked_decode",
         "kv_cache_concat",
+        "kv_cache_prefill",
     }
     assert not seen
     assert torch.equal(torch.get_rng_state(), state)

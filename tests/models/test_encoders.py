@@ -44,20 +44,20 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "ViT",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2, "attention_bidirectional": 2},
+        {"layer_norm": 2, "fused_add_layer_norm": 3, "gelu": 2, "attention_bidirectional": 2},
     ),
     # Its patches are transposed, and so is the residual stream up to the first sum: until then, norms copy as stock code does.
     "siglip": (
         "SiglipVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"gelu_tanh": 3, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
+        {"gelu_tanh": 3, "layer_norm": 3, "fused_add_layer_norm": 3, "attention_bidirectional": 2},
     ),
     "siglip_text": (
         "SiglipText",
         "Model",
         {**SMALL, "projection_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-        {"gelu_tanh": 2, "layer_norm": 3, "fused_add_layer_norm": 2},
+        {"gelu_tanh": 2, "layer_norm": 2, "fused_add_layer_norm": 3},
     ),
     "t5": (
         "T5",
@@ -69,13 +69,13 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "CLIPVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"quick_gelu": 2, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
+        {"quick_gelu": 2, "layer_norm": 3, "fused_add_layer_norm": 3, "attention_bidirectional": 2},
     ),
     "gpt2": (
         "GPT2",
         "LMHeadModel",
         {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4},
-        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu_new": 2},
+        {"layer_norm": 2, "fused_add_layer_norm": 3, "gelu_new": 2},
     ),
     # Three sums of a layer of the decoder, and an "if" between them.
     "bart": (

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from tilegym_db import Catalog, patched
 from tilegym_db.models import rewrite
 from tilegym_db.models.call_site import HAS_HOOKS, HELD
+from tilegym_db.models.parts import add_norm
 from tilegym_db.models.rewrite import called_for, fused_norms, is_owned, plain_forward, rewritten
 
 FUSED = "fused_add_rms_norm"
@@ -71,7 +72,7 @@ def test_without_a_kernel_the_norm_alone_is_served(shop: Any, logits: Any, build
     assert handle.report().hits() == {
         **{"rms_norm": 5, "swiglu": 2, "rope_neox": 2},
         **{"attention_prefill": 2, "attention_decode": 0, "cross_entropy": 0},
-        **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0},
+        **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0, "kv_cache_prefill": 2},
     }
 
 
@@ -92,7 +93,7 @@ def test_what_a_hook_keeps_is_not_overwritten(kernels: Catalog, logits: Any, bui
     with patched(model, catalog=kernels) as handle:
         found = run(model)
     assert all(torch.equal(want, got) for want, got in zip(stock, found, strict=True))
-    assert hits_and_bypassed(handle) == (0, {HELD})
+    assert hits_and_bypassed(handle) == (1, {HELD})  # the sum between the layers has no hook
 
 
 def test_a_hook_on_the_norm_still_runs(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
@@ -103,7 +104,82 @@ def test_a_hook_on_the_norm_still_runs(kernels: Catalog, logits: Any, build: Any
         norm.register_forward_hook(lambda *args: seen.append(1))
         assert torch.equal(logits(model, ids), stock)
     assert seen == [1]
-    assert hits_and_bypassed(handle) == (1, {HAS_HOOKS})
+    assert hits_and_bypassed(handle) == (2, {HAS_HOOKS})
+
+
+# -- between two layers -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_sum_of_a_layer_is_normed_for_the_next(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(num_hidden_layers=4), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    hits = handle.report().hits()
+    # Four sums within layers and three between them; the first norm and the last one stay alone.
+    assert (hits[FUSED], hits["rms_norm"]) == (7, 2)
+
+
+@pytest.mark.parametrize("how", ["in place", "a new tensor", "the same numbers"])
+def test_a_sum_that_changes_between_layers_is_normed_anew(
+    how: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    def change(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return {"in place": out.mul_, "a new tensor": out.mul, "the same numbers": lambda _: out.clone()}[how](1.5)
+
+    model, ids = build(), prompt()
+    hook = model.model.layers[0].register_forward_hook(change)
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    hook.remove()
+    assert (handle.report().hits()[FUSED], handle.report().hits()["rms_norm"]) == (3, 3)
+
+
+@pytest.mark.parametrize("where", ["layer", "norm"])
+def test_a_layer_with_hooks_norms_its_own_input(
+    where: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids, seen = build(), prompt(), []
+    layer = model.model.layers[1]
+    stock = logits(model, ids)
+    watched = layer if where == "layer" else layer.input_layernorm
+    with patched(model, catalog=kernels) as handle:
+        watched.register_forward_pre_hook(lambda *args: seen.append(1))
+        assert torch.equal(logits(model, ids), stock)
+    assert (seen, handle.report().hits()[FUSED]) == ([1], 2)
+
+
+def test_a_norm_replaced_after_the_patch_is_the_one_that_runs(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build(), prompt()
+    other = LlamaRMSNorm(64, eps=0.5).eval()
+    with patched(model, catalog=kernels):
+        model.model.layers[1].input_layernorm = other
+        served = logits(model, ids)
+    assert torch.equal(served, logits(model, ids))
+
+
+def test_inference_mode_has_no_norms_ahead(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    # A tensor of inference mode does not know whether it was changed.
+    model, ids = build(), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle, torch.inference_mode():
+        assert torch.equal(model(ids).logits, stock)
+    assert handle.report().hits()[FUSED] == 2
+
+
+def test_norms_that_no_layer_takes_are_given_up(
+    kernels: Catalog, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(add_norm, "MAX_UNREAD", 3)
+    model, ids = build(), prompt()
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out.clone())
+    with patched(model, catalog=kernels) as handle, torch.no_grad():
+        for _ in range(8):
+            model(ids)
+    assert handle.report().hits()[FUSED] == 8 * 2 + 4
 
 
 @pytest.mark.parametrize("what", ["its input", "a buffer", "a part of a buffer"])

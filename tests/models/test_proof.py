@@ -136,6 +136,7 @@ def test_failing_kernel_is_left_out_with_a_reason(fault: str, shop: Any, logits:
         "attention_prefill",
         "attention_decode",
         "kv_cache_concat",
+        "kv_cache_prefill",
     )
     assert failed == {f"{op}_cpu" for op in ops}
     assert [proof.reason for proof in report.failed_proofs if not re.search(reason, proof.reason)] == []
@@ -184,7 +185,8 @@ def test_kernel_failing_at_one_size_serves_no_size(shop: Any, logits: Any, build
 
 def test_kernel_rounding_less_than_stock_has_smaller_errors(shop: Any, build: Any) -> None:
     model = build("llama", torch.bfloat16)
-    rounding = shop.offer(ROUNDS_ONCE, without=("fused_add_rms_norm", "kv_cache_concat"))  # a copy rounds nothing
+    # A copy rounds nothing.
+    rounding = shop.offer(ROUNDS_ONCE, without=("fused_add_rms_norm", "kv_cache_concat", "kv_cache_prefill"))
     with patched(model, catalog=rounding, verify=True) as handle:
         report = handle.report()
     assert report.failed_proofs == ()

@@ -41,6 +41,7 @@ class ModuleGroup:
             with its residual sum, or the Definition of some calls of an attention.
         samples: the modules to probe, which represent the others.
         norm: the group of the norm that a layer calls.
+        followers: a layer and the one after it, for layers whose last sum is what the next one norms first.
         before: the operator that the patched forward calls first, through another call site.
         match: the Definition that the site computes, once a probe has confirmed it.
         reason: the reason for stock code only; empty if the group may be patched.
@@ -52,6 +53,7 @@ class ModuleGroup:
     function: str = ""
     samples: tuple[Module, ...] = ()
     norm: ModuleGroup | None = None
+    followers: tuple[tuple[Module, Module], ...] = ()
     before: UpstreamOp | None = None
     definition: str = ""
     match: DefinitionMatch | None = None

@@ -32,6 +32,9 @@ _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 _callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _is_compiling = torch.compiler.is_compiling
 
+LAST_SUM, FIRST_NORM = "_tilegym_db_last_sum", "_tilegym_db_first_norm"
+"""The functions that a rewritten forward of a layer calls at its ends, so that a sum and the norm in the next layer are one call:
+``total = LAST_SUM(self, residual, (hidden,))`` and ``normed = FIRST_NORM(self.norm, hidden)``."""
 ADD_NORM = "_tilegym_db_add_norm"
 """Beginning of the function that the rewritten forward calls; the attribute of the norm follows:
 ``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``; False follows if the layer drops the sum."""
@@ -60,13 +63,24 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(norms))
 
 
-def rewritten(forward: FunctionType, *norms: str) -> FunctionType:
+@once_per_function
+def first_norm(forward: FunctionType) -> str:
+    """Return the attribute of ``self`` that norms a layer's input first, if the layer also ends in a residual sum; else empty."""
+    function = parsed(forward)
+    ends = None if function is None else _ends(function)
+    return "" if ends is None else ends.norm
+
+
+def rewritten(forward: FunctionType, *norms: str, with_ends: bool = False) -> FunctionType:
     """Return the same function with residual adds and some of its :func:`fused_norms` as calls of :func:`called_for`.
 
-    Its globals are those of ``forward``.
+    Its globals are those of ``forward``. If ``with_ends`` is true, it also calls :data:`FIRST_NORM` and :data:`LAST_SUM`.
     """
     function = parsed(forward)
     assert function is not None, "ask fused_norms first"
+    ends = _ends(function) if with_ends else None
+    if ends is not None:
+        _join_ends(function, ends)
     function.body, _ = _Fusing(function, frozenset(norms)).block(function.body, [])
     return recompiled(forward, function)
 
@@ -303,6 +317,63 @@ class _Fusing:
     def _last_store(self, name: str, before: int) -> int:
         """Return the line on which a variable is assigned last before another line; 0 if it is an argument."""
         return max((line for stored, line in self._stores if stored == name and line < before), default=0)
+
+
+class _Ends(NamedTuple):
+    """The first norm of a layer's input, by its call, and the last sum, by its place among the statements of the function."""
+
+    norm: str
+    call: ast.Call
+    place: int
+    total: _Sum
+
+
+def _ends(function: ast.FunctionDef) -> _Ends | None:
+    """Return both ends of a layer: ``x = self.norm(given)`` at the beginning, and a sum that it returns; None without these."""
+    first, body = _first_norm(function), function.body
+    if first is None:
+        return None
+    for place in range(len(body) - 1, -1, -1):
+        rest = body[place + 1 :]
+        total = _Fusing(function)._sum(body[place], rest)
+        if total is not None:
+            return (
+                None if _norm(rest, total.target) or not _is_result(total.target, rest) else _Ends(*first, place, total)
+            )
+    return None
+
+
+def _first_norm(function: ast.FunctionDef) -> tuple[str, ast.Call] | None:
+    """Return (attribute, call) of the first statement that calls a module with the layer's input alone, still unchanged."""
+    if len(function.args.args) < 2:
+        return None
+    given = function.args.args[1].arg
+    for statement in function.body:
+        assigned = _assigned(statement)
+        called = None if assigned is None else _called_with(assigned[1])
+        if assigned is not None and called is not None and is_name(called[1], given):
+            assert isinstance(assigned[1], ast.Call), "only calls match"
+            return called[0], assigned[1]
+        if any(isinstance(node, ast.Name) and node.id == given and not _is_load(node) for node in ast.walk(statement)):
+            return None
+    return None
+
+
+def _is_result(total: str, rest: Sequence[ast.stmt]) -> bool:
+    """Return True if the last statements return a variable that none of them changes, but a branch may replace it."""
+    nodes = [node for one in rest for node in ast.walk(one)]
+    changed = any(isinstance(node, ast.AugAssign) and is_name(node.target, total) for node in nodes)
+    replaced = any((assigned := _assigned(one)) is not None and assigned[0] == total for one in rest)
+    return not changed and not replaced and any(isinstance(one, ast.Name) and one.id == total for one in nodes)
+
+
+def _join_ends(function: ast.FunctionDef, ends: _Ends) -> None:
+    """Turn both ends of a layer into calls."""
+    total, place = ends.total, function.body[ends.place]
+    text = f"{total.target} = {LAST_SUM}(self, {total.residual}, ({total.hidden},))"
+    norm = ends.call.func
+    ends.call.func, ends.call.args = ast.copy_location(ast.Name(FIRST_NORM, ast.Load()), norm), [norm, *ends.call.args]
+    function.body[ends.place : ends.place + 1] = [*total.before, *_statements(text, place)]
 
 
 def _is_load(node: ast.Name) -> bool:

@@ -212,9 +212,13 @@ class Family(NamedTuple):
     mlp: str | None = "swiglu"
     attention: str | None = "attention"
     router: str | None = None
+    first_router: str | None = None
+    """The router of the first layers, if it is another one, which looks experts up by token."""
     experts: str | None = None
     norm_of_all_heads: bool = False
     """True if the norm of queries and keys is over all heads together."""
+    wide_scores: bool = False
+    """True if the router widens its scores to float32 first, so that routing weights are float32 as well."""
     hyper: bool = False
 
 
@@ -235,7 +239,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(
         qk_norm="rms_norm", mlp=None, router="topk_softmax", experts="moe_experts", norm_of_all_heads=True
     ),
-    "mixtral": Family(mlp=None, router="", experts="moe_experts"),
+    "mixtral": Family(mlp=None, router="topk_softmax", experts="moe_experts", wide_scores=True),
     "gpt_oss": Family(
         "rms_norm_fp32", "fused_add_rms_norm_fp32", rope="rope_half_tables", mlp=None, attention="attention_sink",
         router="topk_then_softmax", experts="moe_experts_oai",
@@ -254,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("rms_norm_gemma", "fused_add_rms_norm_gemma", "rms_norm_gemma", "rope_partial"),
     "deepseek_v4": Family(
         add_norm=None, rope="rope_tail_pairs", attention=None, router="topk_sqrtsoftplus_bias",
-        experts="moe_experts_clamp", mlp=None, hyper=True,
+        first_router="table_router", experts="moe_experts_clamp", mlp=None, hyper=True,
     ),
     "qwen2_vision": Family(rope=None, attention=None),
     "pixtral_vision": Family(rope=None, attention=None),
@@ -415,7 +419,7 @@ def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator
     scalars: dict[str, Scalar] = {"top_k": chosen}
     more: dict[str, Any] = {"scalars": scalars}
     if family.router == "topk_softmax":
-        scalars["renormalise"] = bool(sizes["norm_topk_prob"])
+        scalars["renormalise"] = bool(sizes.get("norm_topk_prob", True))
     elif family.router in ("topk_sigmoid_bias_groups", "topk_softmax_groups"):
         axes |= {"G": sizes["n_group"], "GK": sizes["topk_group"]}
         scalars |= {"groups": axes["G"], "kept_groups": axes["GK"], "scale": sizes["routed_scaling_factor"]}
@@ -424,8 +428,14 @@ def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator
             scalars["renormalise"] = True
     elif family.router == "topk_sqrtsoftplus_bias":
         scalars["scale"] = sizes["routed_scaling_factor"]
-    yield "router", family.router or None, axes, more
-    weights = "float32" if family.router in ("topk_sigmoid_bias_groups", "topk_softmax_groups") else "bfloat16"
+    has_wide_weights = family.wide_scores or "groups" in scalars
+    if family.wide_scores:
+        more["dtypes"] = {"T": "float32"}
+    yield "router", family.router, axes, more
+    if family.first_router is not None:
+        factor: dict[str, Any] = {"scalars": {"scale": sizes["routed_scaling_factor"]}}
+        yield "router", family.first_router, {**axes, "V": sizes["vocab_size"]}, factor
+    weights = "float32" if has_wide_weights else "bfloat16"
     experts = {
         "M": rows,
         "H": sizes["hidden_size"],

@@ -3,12 +3,17 @@
 A Definition states in ``serving.includes`` the norm that it computes of the sum. Its first two inputs are the operands. The
 others are those of the norm, in the attributes where the norm keeps them. It overwrites one operand. Training asks for the
 Definition in ``serving.in_training``, which overwrites none: autograd may have kept either.
+
+The last sum of a layer and the first norm of the next one are also one call. The layer leaves the normed rows on the sum, and the
+next layer takes them if it gets the same tensor, unchanged, and norms it with the same module. Otherwise it norms its input.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +44,17 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.parts import norm as norm_part
-from tilegym_db.models.probe import Draw, Probe, device_of
-from tilegym_db.models.rewrite import called_for, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.models.probe import Draw, Probe, are_close, device_of
+from tilegym_db.models.rewrite import (
+    FIRST_NORM,
+    LAST_SUM,
+    called_for,
+    first_norm,
+    fused_norms,
+    is_owned,
+    plain_forward,
+    rewritten,
+)
 from tilegym_db.models.upstream_code import decorated_alike, without_checkpointing
 from tilegym_db.records.definition_parts import ModelCode
 
@@ -68,9 +82,30 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
         key = tuple((name, norms[id(module._modules[name])]) for name in names)
         modules += [ModuleOfPart(module, name, key) for name in names]
     return [
-        replace(found, norm=others[norms[id(getattr(found.modules[0], found.function))]])
+        replace(
+            found, norm=others[norm], followers=_followers(model, found, {key for key in norms if norms[key] == norm})
+        )
         for found in grouped("add_norm", modules)
+        for norm in (norms[id(getattr(found.modules[0], found.function))],)
     ]
+
+
+def _followers(model: Module, found: ModuleGroup, alike: set[int]) -> tuple[tuple[Module, Module], ...]:
+    """Return pairs of layers in a row that are both in a group. The second norms its input first, by a norm of ``alike``."""
+    first = of_class(_first)
+    layers = {id(layer) for layer in found.modules if id(layer._modules.get(first(layer))) in alike}
+    rows_of_layers = [[*one._modules.values()] for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
+    return tuple(
+        (before, after)
+        for row in rows_of_layers
+        for before, after in itertools.pairwise(row)
+        if before is not None and after is not None and {id(before), id(after)} <= layers
+    )
+
+
+def _first(cls: type[Module]) -> str:
+    forward = plain_forward(cls)
+    return "" if forward is None else first_norm(forward)
 
 
 def _called(cls: type[Module]) -> tuple[str, ...]:
@@ -113,12 +148,23 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     return {**operands, **kept}, (out, total)
 
 
+def AGREES(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    """Return True if the sums have the same bits, and their norms differ by roundings only: the norm alone had its bits."""
+    return are_close(returned, expected) and torch.equal(returned[-1], expected[-1])
+
+
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return a layer's forward with each sum and its norm as one call."""
     plain = plain_forward(calls[0].found.module_class)
     assert plain is not None, "the group was found by its source"
-    functions = {called_for(found.function): _function_of(found, site) for found, site in calls}
-    rewrote, forget = shadow_function(rewritten(plain, *(found.function for found, _ in calls)), functions)
+    asked = {found.function: _function_of(found, site) for found, site in calls}
+    functions: dict[str, Any] = {called_for(name): function for name, function in asked.items()}
+    # Groups whose norms are those of the first norm have the same pairs of layers.
+    chained = next((found for found, _ in calls if found.followers), None)
+    if chained is not None:
+        functions |= ends_of(asked[chained.function], first_norm(plain), chained.followers)
+    names = [found.function for found, _ in calls]
+    rewrote, forget = shadow_function(rewritten(plain, *names, with_ends=chained is not None), functions)
     sites = [site for _, site in calls]
     sites[0].shadows.append(forget)
     return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), sites)
@@ -130,6 +176,69 @@ def _function_of(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
     names = list(found.match.definition.inputs)[OPERANDS:]
     weights = [names.index(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
     return add_norm_function(site, norm_part.attributes_of(found.match, OPERANDS), unpatched_class(norm), weights)
+
+
+NORMED = "_tilegym_db_normed"
+"""The attribute of a sum, between two layers, with the norm of the next layer, the version of the sum and the normed rows."""
+MAX_UNREAD = 64
+"""Normed rows that no layer took. Code between the layers changes their sums, so the next ones norm what they get."""
+
+_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+
+
+def ends_of(
+    add_norm: Callable[..., Any], name: str, followers: Sequence[tuple[Module, Module]]
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions that the rewritten forward of a layer calls for its last sum and its first norm.
+
+    Args:
+        add_norm: the function for a sum and its norm within a layer.
+        name: the attribute of the first norm.
+        followers: layers and the ones after them.
+    """
+    after = {id(layer): (weakref.ref(layer), weakref.ref(later)) for layer, later in followers}
+    unread = [0]
+
+    def last_sum(layer: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> torch.Tensor:
+        norm = None if unread[0] > MAX_UNREAD else _norm_after(after, layer, name)
+        may_ask = norm is not None and not (norm.training or _grad_enabled() or _is_inference())
+        made = add_norm(None, norm, residual, box) if may_ask else None
+        if made is None:
+            return residual + box[0]
+        normed, total = made
+        setattr(total, NORMED, (norm, total._version, normed))
+        unread[0] += 1
+        return total  # type: ignore[no-any-return]
+
+    def first_norm(norm: Any, x: Any) -> Any:
+        left = getattr(x, NORMED, None)
+        if left is None:
+            return norm(x)
+        delattr(x, NORMED)
+        its_norm, version, normed = left
+        if its_norm is not norm or _is_inference() or x._version != version:
+            return norm(x)
+        unread[0] -= 1
+        return normed
+
+    return {LAST_SUM: last_sum, FIRST_NORM: first_norm}
+
+
+def _norm_after(after: Mapping[int, tuple[Any, Any]], layer: Module, name: str) -> Module | None:
+    """Return the first norm of the layer after a layer; None if there is none, or if that layer has hooks.
+
+    Hooks may bring its weights to this device, or change its input.
+    """
+    own, later = after.get(id(layer), (_nothing, _nothing))
+    following = later()
+    if following is None or own() is not layer or has_hooks(following):
+        return None
+    found: Module | None = following._modules.get(name)
+    return found
+
+
+def _nothing() -> None:
+    return None
 
 
 def layer_forward(
@@ -165,6 +274,7 @@ def add_norm_function(
 ) -> Callable[..., Any]:
     """Return ``add_norm(layer, norm, residual, (hidden,), keeps_sum) -> (normed, total)``, which a rewritten forward calls.
 
+    Without a kernel, the layer's own operations run. If ``layer`` is None, the result is None then, as the caller has them.
     ``residual`` is only read. ``hidden`` may become the sum, but not in training: the layer's code drops it there, and
     :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
@@ -229,6 +339,8 @@ def add_norm_function(
                 out = fused(kept, residual, hidden)
                 if out is not None:
                     return out, hidden
+        if layer is None:
+            return None
         total = residual + hidden
         return norm(total), total
 

@@ -1,4 +1,4 @@
-"""The growth of a cache: new keys and values are put behind those of earlier positions, in new tensors.
+"""The growth of a cache: new keys and values are put behind those of earlier positions, in new tensors, or are the first ones.
 
 An attention forward calls ``update`` of a cache, and that calls ``update`` of a layer of it. The classes are those of the caller,
 and known only at a call. So a patched forward runs copies of these methods, made from their source at the first call. In a copy,
@@ -34,6 +34,7 @@ from tilegym_db.models.parts.attention import states_causal
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
 from tilegym_db.models.rewrite import method_calls, parsed, recompiled
 from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
+from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import ModelCode
 
 KIND = "cache"
@@ -44,6 +45,7 @@ CALL, CONCAT = "_tilegym_db_update", "_tilegym_db_concat"
 """The functions that copied code calls in place of ``cache.update`` and of two concatenations."""
 POSITIONS = "-2"
 """The dimension of positions in keys and values, as the source of a cache states it."""
+FIRST_INPUTS = 2
 ARGUMENTS = 3
 """Arguments of an update of a cache, at least: keys, values and the index of the layer."""
 SIZES = {"B": 2, "H": 3, "L": ROWS, "S": 2, "Dv": 32}
@@ -65,8 +67,21 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
     updates = of_class(lambda cls: UPDATE in names_in_code(cls.forward) and _gets_two(undecorated(cls.forward)))
     modules = [module for module in model.modules() if updates(module)]
     growing = {type(module) for module in modules if states_causal(module)}
-    parts = [ModuleOfPart(module, detail=device_of(module)) for module in modules if type(module) in growing]
-    return grouped(KIND, parts if known.definitions(KIND) else ())
+    definitions = known.definitions(KIND)
+    return grouped(
+        KIND,
+        [
+            ModuleOfPart(module, definition.name, detail=device_of(module))
+            for module in modules
+            if type(module) in growing
+            for definition in definitions
+        ],
+    )
+
+
+def is_first(definition: Definition) -> bool:
+    """Return True if a Definition is of the first positions of a cache: it has no inputs of earlier ones."""
+    return len(definition.inputs) == FIRST_INPUTS
 
 
 def _gets_two(forward: Any) -> bool:
@@ -88,14 +103,16 @@ def _is_update(node: ast.AST, arguments: int) -> bool:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Return the Definitions of the part, with the code of the cache that models make by default."""
+    """Return the Definition of a group, with the code of the cache that models make by default."""
     if hasattr(undecorated(found.module_class.forward), "__wrapped__"):
         return WRAPPED
     cache = _new_cache()
     if cache is None:
         return NO_CACHE
     code = ModelCode(fingerprint=fingerprint(type(cache).update) or "")
-    return MatchCandidates([DefinitionMatch(definition, code) for definition in known.definitions(KIND)])
+    return MatchCandidates(
+        [DefinitionMatch(one, code) for one in known.definitions(KIND) if one.name == found.function]
+    )
 
 
 def _new_cache() -> Any:
@@ -105,22 +122,27 @@ def _new_cache() -> Any:
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Fill a cache twice, with keys and values of different widths."""
+    """Fill a cache once or twice, with keys and values of different widths."""
     inputs = drawn_inputs(match.definition, SIZES, device_of(module))
-    past_k, past_v, k, v = inputs.values()
+    *past, k, v = inputs.values()
     cache = _new_cache()
     try:
         with torch.no_grad():
-            cache.update(past_k, past_v, 0)
-            return dict(inputs), tuple(cache.update(k, v, 0))
+            if past:
+                cache.update(*past, 0)
+            given = (k, v) if past else (k.transpose(1, 2), v.transpose(1, 2))
+            return dict(inputs), tuple(cache.update(*given, 0))
     except of_models() as error:
         return f"it cannot be probed: {type(error).__name__}: {error}"
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     """Return the function that a forward calls in place of the update of its cache."""
-    ((_, site),) = calls
-    return FunctionOverrides({CALL: update_function(site)}, {}, [], [_call_update])
+    sites: dict[bool, CallSite] = {}
+    for found, site in calls:
+        assert found.match is not None, "only confirmed groups are patched"
+        sites[is_first(found.match.definition)] = site
+    return FunctionOverrides({CALL: update_function(sites.get(False), sites.get(True))}, {}, [], [_call_update])
 
 
 def _called(call: ast.Call, method: ast.Attribute) -> str | None:
@@ -130,10 +152,14 @@ def _called(call: ast.Call, method: ast.Attribute) -> str | None:
 _call_update = method_calls(_called)
 
 
-def update_function(site: CallSite) -> Function:
+def update_function(site: CallSite | None, first: CallSite | None = None) -> Function:
     """Return ``update(cache, k, v, ...)``, which runs a copy of the cache's own method, or the method itself.
 
     The results and what the cache keeps are those of the method: keys and values of all positions.
+
+    Args:
+        site: the call site of growth; None leaves it to stock code.
+        first: the call site of first positions.
     """
     copies: dict[Function, Function | None] = {}
 
@@ -145,7 +171,7 @@ def update_function(site: CallSite) -> Function:
         if not isinstance(method, FunctionType) or own.__self__ is not cache:
             return own(*args, **kwargs)
         if method not in copies:
-            copies[method] = copied(method, {CALL: update, CONCAT: concat_function(site)})
+            copies[method] = copied(method, {CALL: update, CONCAT: concat_function(site, first)})
         copy = copies[method]
         return own(*args, **kwargs) if copy is None else copy(cache, *args, **kwargs)
 
@@ -208,14 +234,22 @@ def _concatenation(statement: ast.stmt) -> tuple[str, str, str] | None:
     return None
 
 
-def concat_function(site: CallSite) -> Function:
+def concat_function(site: CallSite | None, first: CallSite | None = None) -> Function:
     """Return ``concat(past_k, k, past_v, v) -> (keys, values)``, which asks for a kernel first.
 
     past_k [B, H, L, D], k [B, H, S, D], past_v [B, H, L, Dv], v [B, H, S, Dv] -> [B, H, L + S, D] and [B, H, L + S, Dv].
     """
 
+    def begin(past_k: torch.Tensor, k: torch.Tensor, past_v: torch.Tensor, v: torch.Tensor) -> Any:
+        if first is None or first.falls_back(False, k, v):
+            return None
+        if not (_is_empty_like(past_k, k) and _is_empty_like(past_v, v) and k.shape[:3] == v.shape[:3] and k.numel()):
+            first.bypass(OTHER_SHAPES)
+            return None
+        return first.ask(False, k.transpose(1, 2), v.transpose(1, 2))
+
     def serve(past_k: torch.Tensor, k: torch.Tensor, past_v: torch.Tensor, v: torch.Tensor) -> Any:
-        if site.falls_back(False, k, v, past_k, past_v):
+        if site is None or site.falls_back(False, k, v, past_k, past_v):
             return None
         reason = why_stock(past_k, k) or why_stock(past_v, v)
         if not reason and (k.shape[:3] != v.shape[:3] or past_k.shape[:3] != past_v.shape[:3]):
@@ -226,11 +260,16 @@ def concat_function(site: CallSite) -> Function:
         return site.ask(False, past_k, past_v, k, v)
 
     def concat(past_k: torch.Tensor, k: torch.Tensor, past_v: torch.Tensor, v: torch.Tensor) -> Any:
-        # The first positions of a cache are no growth of it, so such a call is not counted.
-        served = serve(past_k, k, past_v, v) if past_k.numel() else None
+        served = serve(past_k, k, past_v, v) if past_k.numel() else begin(past_k, k, past_v, v)
         return (torch.cat([past_k, k], dim=-2), torch.cat([past_v, v], dim=-2)) if served is None else served
 
     return concat
+
+
+def _is_empty_like(past: torch.Tensor, new: torch.Tensor) -> bool:
+    """Return True if a tensor of earlier positions has none, and leaves the dtype and the device of new ones as they are."""
+    alike = past.dtype == new.dtype and past.device == new.device and new.dim() == 4
+    return alike and (past.shape == (0,) or (past.dim() == 4 and past.shape[2] == 0 and not why_stock(past, new)))
 
 
 def why_stock(past: torch.Tensor, new: torch.Tensor) -> str:
