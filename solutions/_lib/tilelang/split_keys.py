@@ -72,7 +72,7 @@ def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
 def join_kernel(D, dtype):
-    """Compile out = the parts of each head, joined: a thread a column, always in the order of the spans; zeros without any weight."""
+    """Compile out = the parts of each head, joined in the order of the spans: a thread a column, zeros without any weight."""
     B, Hq, splits, heads = T.dynamic("B Hq splits heads")
     out_b, out_h = T.dynamic("out_b out_h", "int64")
     loads = 16  # of a thread in flight

@@ -112,9 +112,7 @@ def latent_kernel(R, E, dtype, rows, keys, columns, stages, whole):
                     clear_accum=True,
                     annotations={T.WSID: "multiply_p"},
                 )
-                T.gemm(
-                    q_tile, k_tile, scores, transpose_B=True, policy=full_col, annotations={T.WSID: "multiply_k"}
-                )
+                T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_col, annotations={T.WSID: "multiply_k"})
                 with T.ws_op("weigh"):
                     if begin + (step + 1) * keys > L:
                         for i, j in T.Parallel(rows, keys):

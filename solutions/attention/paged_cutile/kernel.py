@@ -200,7 +200,8 @@ def run_decode(
         statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
     args = (
         q, k_cache, v_cache, table, lengths, parts, statistics, scale * LOG2_E,
-        splits, group, size, WHOLE_PAGES and size % tile_n == 0, D == tile_d, max(8, 1 << (group - 1).bit_length()), tile_n, tile_d,
+        splits, group, size, WHOLE_PAGES and size % tile_n == 0, tile_d == D,
+        max(8, 1 << (group - 1).bit_length()), tile_n, tile_d,
     )  # fmt: skip
     ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
     if splits > 1:

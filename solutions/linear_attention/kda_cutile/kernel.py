@@ -21,7 +21,9 @@ EPSILON = 1e-6
 @ct.function
 def _row(x, batch, token, head, block, SIZE: Int):
     """Numbers of a token and a head, float32; zeros past the last one."""
-    return ct.load(x, (batch, token, head, block), (1, 1, 1, SIZE), padding_mode=ZERO).reshape((SIZE,)).astype(ct.float32)
+    return (
+        ct.load(x, (batch, token, head, block), (1, 1, 1, SIZE), padding_mode=ZERO).reshape((SIZE,)).astype(ct.float32)
+    )
 
 
 @ct.function

@@ -184,7 +184,19 @@ def begin_at_16_bytes(*tensors):
     )
 
 
-def run(q, k, v, g, beta, initial_state, out, final_state, *, columns=None, warps=1):
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    final_state: torch.Tensor,
+    *,
+    columns=None,
+    warps=1,
+):
     """Compute S = diag(e^g) S, delta = beta (v - k S), S = S + k^T delta and out = q S for tokens one after the other.
 
     Shapes: q, k, g [B, T, H, K], v and out [B, T, H, V], beta [B, T, H], states [B, H, K, V]; unit last strides.
