@@ -114,6 +114,18 @@ KERNELS = {
         "sink_decode_kernel",
         (64, BF16, 16, 128, 64, 3, True),
     ),
+    "paged attention, a step": (
+        "attention_paged_decode_tilelang",
+        "decode_kernel",
+        (128, 16, BF16, 16, 64, 128, 3, False),
+    ),
+    "attention to latents, a step": ("mla_decode_tilelang", "latent_kernel", (512, 64, BF16, 64, 64, 512, 2, False)),
+    "masked attention": ("attention_masked_prefill_tilelang", "prefill_kernel", (128, BF16, 128, 64, 128, 4)),
+    "masked attention, a step": (
+        "attention_masked_decode_tilelang",
+        "decode_kernel",
+        (128, BF16, 16, 64, 128, 3, False),
+    ),
     "loss, logits": (
         "fused_linear_cross_entropy_tilelang",
         "product_kernel",
