@@ -421,7 +421,7 @@ def masks_as_before(*, has_positions: bool) -> Iterator[None]:
         return None if is_here() and not has_positions else find_sequences(position_ids)
 
     traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
-    masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences  # type: ignore[assignment]
+    masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences
     try:
         yield
     finally:
