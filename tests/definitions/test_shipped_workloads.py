@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.plan import INTERPRETER_MAX_ELEMENTS, elements_of
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import Definition, Workload
+from tilegym_db.records import Definition, Workload, axes_key
 
 LARGE_BYTES = 0.3e9
 TINY_BYTES = 1e5
@@ -20,6 +21,7 @@ MODELS = {
     "table_router": 1,
     "engram_gate_hf": 1,
     "kda_chunk": 1,
+    "kda_gates": 1,
     "kda_recurrent": 1,
 }
 """What one model alone does so, or one alone of published sizes."""
@@ -97,6 +99,16 @@ def test_core_operators_have_two_models_stages_and_a_large_case(catalog: Catalog
             elif models < MODELS.get(name, 2) or not (small or largest >= LARGE_BYTES):
                 faults[name] = (models, largest)
     assert faults == {}
+
+
+def test_tiny_workloads_are_small_enough_for_the_interpreters(catalog: Catalog) -> None:
+    large = {
+        (definition.name, axes_key(workload.axes))
+        for definition in catalog.definitions.values()
+        for workload in catalog.workloads_for(definition.name)
+        if "tiny" in workload.tags and elements_of(definition, workload) > INTERPRETER_MAX_ELEMENTS
+    }
+    assert large == set()
 
 
 @pytest.mark.parametrize("size", [(32, 128), (8, 128), (131072, 128), (32768, 128), (1, 4096), (4096, 4096), (1, 2048)])

@@ -107,16 +107,16 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
     model, ids = build(), prompt()
     before, stock = classes(model), logits(model, ids)
     handle = patch(model, catalog=shop.offer(smallest=OUT_OF_RANGE))
-    run(model, ids, patch_handle.PATIENCE - 1)
+    # A forward of two layers has three sums with a norm after them, so their call site gives up first.
+    run(model, ids, patch_handle.PATIENCE * 2 // 3 - 1)
     assert wrapped(model) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM"}
     run(model, ids, 2)
-    # Five norms, of which two are called by layers that may serve them with the sum before.
     assert torch.equal(logits(model, ids), stock)
     run(model, ids, patch_handle.PATIENCE)
     assert wrapped(model) <= {"LlamaAttention", "LlamaForCausalLM"}  # single positions and the loss were never called
     reasons = {site.definition: site.reason for site in handle.report().sites}
     never_called = ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy")
-    for definition in (*never_called, "kv_cache_concat"):
+    for definition in (*never_called, "kv_cache_concat", "kv_cache_prefill"):
         assert reasons.pop(definition) == ""
     assert all("calls; it runs the model's own code" in reason for reason in reasons.values())
     handle.unpatch()

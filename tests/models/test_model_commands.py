@@ -202,9 +202,9 @@ def test_every_proof_is_shown_with_its_errors(kernels: Catalog, config: Path) ->
     result = invoke(models.verify_command, config, "--gpu", "cpu", "--prompt-tokens", 7, "--batch", 2, "--wide")
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if line.endswith("proved")]
-    assert len(rows) == 13  # attention_decode and kv_cache_concat at two lengths
+    assert len(rows) == 14  # attention_decode and kv_cache_concat at two lengths
     assert any("LlamaRMSNorm x5" in row and "M=14,N=64" in row and "rms_norm_cpu" in row for row in rows)
-    assert "13 proved, 0 failed, 0 run stock code anyway" in result.stderr
+    assert "14 proved, 0 failed, 0 run stock code anyway" in result.stderr
 
 
 def test_a_kernel_that_fails_is_a_finding(shop: Any, config: Path) -> None:
@@ -226,10 +226,10 @@ def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, hom
     )
     assert first.exit_code == again.exit_code == 0
     assert (
-        "kept 13 workloads, 0 exist already. Next: tilegym-db bench attention_decode attention_prefill fused_add_rms_norm "
-        "kv_cache_concat rms_norm rope_neox swiglu" in first.stderr
+        "kept 14 workloads, 0 exist already. Next: tilegym-db bench attention_decode attention_prefill fused_add_rms_norm "
+        "kv_cache_concat kv_cache_prefill rms_norm rope_neox swiglu" in first.stderr
     )
-    assert "kept 0 workloads, 13 exist already." in again.stderr
+    assert "kept 0 workloads, 14 exist already." in again.stderr
     kept = [w for w in Catalog.default().workloads_for("swiglu") if "captured" in w.tags]
     assert [(w.axes, w.dtypes, w.tags[:2]) for w in kept] == [
         ({"M": 7, "I": 48}, {"T": "float32"}, ("model:tiny-llama", "stage:prefill")),
@@ -274,9 +274,9 @@ def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, h
     assert read_model_run(stored, home) == (run, "local")
     assert run.evidence_level == "model"
     assert (run.model, run.model_class, run.batch, run.new_tokens) == ("tiny-llama", "LlamaForCausalLM", 2, 4)
-    # five norms, two of them of a sum; two layers; a prefill and three steps of decoding
-    attention = {"attention_prefill": 2, "attention_decode": 6, "kv_cache_concat": 6}
-    assert run.kernels == {"fused_add_rms_norm": 8, "rms_norm": 12, "swiglu": 8, "rope_neox": 8, **attention}
+    # five norms, three of them of a sum; two layers; a prefill and three steps of decoding
+    attention = {"attention_prefill": 2, "attention_decode": 6, "kv_cache_prefill": 2, "kv_cache_concat": 6}
+    assert run.kernels == {"fused_add_rms_norm": 12, "rms_norm": 8, "swiglu": 8, "rope_neox": 8, **attention}
     assert run.equal_tokens == 8
     assert run.proved
     assert run.patched.peak_memory_bytes is None

@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "HeliumConfig",
         "HeliumForCausalLM",
         SMALL,
-        {"rms_norm_fp32": 3, "fused_add_rms_norm_fp32": 2, "rope_pairs": 2},
+        {"rms_norm_fp32": 2, "fused_add_rms_norm_fp32": 3, "rope_pairs": 2},
     ),
     "cohere": (
         "CohereConfig",

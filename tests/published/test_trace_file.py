@@ -54,7 +54,7 @@ ODD: list[dict[str, Any]] = [
     {"attempt": 3},
     {"config": {"BLOCK_M": 4, "fast": True}},
     {"layouts": {"x": "row_contiguous"}},
-    {"scalars": {"eps": 2, "flag": False, "name": "a|b\n\u2028", "none": None}},
+    {"scalars": {"eps": 2, "flag": False, "none": None}},
     {"axes": {"Z": 7}},
     {"envelope": None},
     {"audit": {"kernels": ["k", "k", "void at::native::x<4, at::y>"], "notes": ["n", "n"]}},

@@ -272,7 +272,7 @@ KEYS = (
 )  # fmt: skip
 COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "range", "sol", "origin")
 BY_SIZE = "by size"
-LEADERBOARD_DROPPED_FIRST = ("origin", "role", "sol", "language", BY_SIZE, "range")
+LEADERBOARD_DROPPED_FIRST = ("origin", "role", "sol", "language", "range", BY_SIZE)
 LEADERBOARD_DROPPED_LAST = ("solution", "wins", "speedup")
 
 

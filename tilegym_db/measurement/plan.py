@@ -466,7 +466,7 @@ def _choose_pairs(
             found = tuned.get(pair) if solution in item.timed else None
             for config in ({}, found) if found else ({},):
                 reason = _why_not((*pair, config_id(config)), options, done, excluded)
-                if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
+                if solution in item.interpreted and elements_of(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
                     reason = "too large for the interpreter"
                 if reason is not None:
                     name = name_with_config(solution.name, config)
@@ -522,7 +522,8 @@ def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded
     return ALREADY_MEASURED if not options.force and key in done else None
 
 
-def _elements(definition: Definition, workload: Workload) -> int:
+def elements_of(definition: Definition, workload: Workload) -> int:
+    """Return the elements of all tensors of a call, inputs and outputs."""
     axes = definition.bind_axes(workload.axes)
     tensors = (*definition.tensor_inputs, *definition.outputs)
     return sum(math.prod(definition.shape_of(name, axes)) for name in tensors)
