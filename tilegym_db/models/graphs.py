@@ -378,6 +378,8 @@ def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
 
 
 _capturing = threading.Lock()
+_deciding = threading.RLock()
+"""Held while transformers decides otherwise about masks: two such contexts that overlap would leave one in place."""
 
 
 class _OwnGraph(torch.cuda.CUDAGraph):
@@ -420,12 +422,13 @@ def masks_as_before(*, has_positions: bool) -> Iterator[None]:
     def sequences(position_ids: Any) -> Any:
         return None if is_here() and not has_positions else find_sequences(position_ids)
 
-    traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
-    masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences
-    try:
-        yield
-    finally:
-        masks.is_tracing, masks.find_packed_sequence_indices = traces, find_sequences
+    with _deciding:
+        traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
+        masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences
+        try:
+            yield
+        finally:
+            masks.is_tracing, masks.find_packed_sequence_indices = traces, find_sequences
 
 
 def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> CapturedForward:
