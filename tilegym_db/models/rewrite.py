@@ -34,7 +34,8 @@ _is_compiling = torch.compiler.is_compiling
 
 LAST_SUM, FIRST_NORM = "_tilegym_db_last_sum", "_tilegym_db_first_norm"
 """The functions that a rewritten forward of a layer calls at its ends, so that a sum and the norm in the next layer are one call:
-``total = LAST_SUM(self, residual, (hidden,))`` and ``normed = FIRST_NORM(self.norm, hidden)``; True follows after ``hidden + residual``."""
+``total = LAST_SUM(self, residual, (hidden,))`` and ``normed = FIRST_NORM(self.norm, hidden)``. True follows in place of
+``hidden + residual``."""
 ADD_NORM = "_tilegym_db_add_norm"
 """Beginning of the function that the rewritten forward calls; the attribute of the norm follows:
 ``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``; False follows if the layer drops the sum."""
