@@ -39,6 +39,7 @@ from tilegym_db.models.forward_graphs import (
 )
 from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, masks_as_before, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
+from tilegym_db.models.patch import PatchOptions
 
 UNTIL_REPLAY = EAGER_RUNS + 2
 """Forwards of a form before the first one that is a replay: timed ones, that of the proof and that of the capture."""
@@ -320,6 +321,31 @@ def test_a_forward_that_a_class_gets_later_is_seen(monkeypatch):
         forward = cls.forward
         monkeypatch.setattr(cls, "forward", lambda *args, forward=forward, **others: forward(*args, **others))
         assert not graphs._is_as_it_was(model, GraphedCall())
+
+
+def test_a_forward_that_other_code_put_into_a_class_keeps_running(monkeypatch):
+    cls, seen = transformers.models.bert.modeling_bert.BertIntermediate, []
+    own = cls.forward
+
+    def keeping(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden_states.shape)
+        return own(self, hidden_states)
+
+    monkeypatch.setattr(cls, "forward", keeping)
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed))
+    assert len(seen) == 2 * (UNTIL_REPLAY + 2)
+    assert list(graphs.report().stock) == [f"the forward of BertIntermediate was replaced by one of {__name__}"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has"),
+    [({}, True), ({"graphs": False}, False), ({"graph_forwards": False}, False), ({"graph_forwards": True}, True)],
+)
+def test_who_wants_no_graphs_has_none_of_forwards(chosen, has):
+    assert PatchOptions(**chosen).has_forward_graphs == has
 
 
 class Unreadable(torch.Tensor):

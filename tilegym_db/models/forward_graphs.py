@@ -45,6 +45,7 @@ from tilegym_db.models.graphs import (
     submodules,
     undisturbed,
     why_changed,
+    why_watched,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, HELD, CapturedForward
 from tilegym_db.models.prompt_graphs import EMPTY, GROWING, begun_on, original_class
@@ -357,7 +358,9 @@ class ForwardGraphs:
         try:
             with undisturbed(self._device), self._replayed():
                 if not known.tried:
-                    known.failed = why_changed(model, lambda: _why_not_proven(forward, contents, self._device))
+                    known.failed = why_watched(submodules(model)) or why_changed(
+                        model, lambda: _why_not_proven(forward, contents, self._device)
+                    )
                     known.tried = True
                     return
                 self._make_room(known)

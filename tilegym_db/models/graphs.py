@@ -22,7 +22,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import has_hooks
+from tilegym_db.models.call_site import class_before_patches, has_hooks
 from tilegym_db.models.next_inputs import HELD, CapturedForward
 
 TIMED_REPLAYS = 2
@@ -221,6 +221,19 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
         return None, f"the model has moved from {kind} to {now}"
     below = [vars(cls).get("forward") for cls in type(model).__mro__]  # that of a patched class calls the one below
     return (state_of(modules, _configs_of(modules), attributes=attributes), below), ""
+
+
+def why_watched(modules: Iterable[torch.nn.Module]) -> str:
+    """Return the reason if other code has put a forward of its own into a class of modules; empty if none has.
+
+    Such a forward may do something on the host, such as keeping what it sees, which no replay does.
+    """
+    for cls in {class_before_patches(module) for module in modules}:
+        owner = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
+        places = [str(getattr(one, "__module__", "")) for one in (owner, owner.forward)]
+        if places[0].partition(".")[0] != places[1].partition(".")[0]:
+            return f"the forward of {cls.__name__} was replaced by one of {places[1]}"
+    return ""
 
 
 def numerics_now() -> tuple[Any, ...]:
