@@ -323,7 +323,7 @@ def test_a_forward_that_a_class_gets_later_is_seen(monkeypatch):
         assert not graphs._is_as_it_was(model, GraphedCall())
 
 
-def test_a_forward_that_other_code_put_into_a_class_keeps_running(monkeypatch):
+def test_a_forward_that_other_code_gave_a_class_keeps_running(monkeypatch):
     cls, seen = transformers.models.bert.modeling_bert.BertIntermediate, []
     own = cls.forward
 
