@@ -224,12 +224,12 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
 
 
 def why_watched(modules: Iterable[torch.nn.Module]) -> str:
-    """Return the reason if other code has put a forward of its own into a class of modules; empty if none has.
+    """Return the reason if other code has replaced the forward of a class of modules; empty if none has.
 
     Such a forward may do something on the host, such as keeping what it sees, which no replay does.
     """
     for cls in {class_before_patches(module) for module in modules}:
-        owner = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
+        owner: Any = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
         places = [str(getattr(one, "__module__", "")) for one in (owner, owner.forward)]
         if places[0].partition(".")[0] != places[1].partition(".")[0]:
             return f"the forward of {cls.__name__} was replaced by one of {places[1]}"

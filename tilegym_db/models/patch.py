@@ -73,7 +73,7 @@ class PatchOptions:
 
     @property
     def has_forward_graphs(self) -> bool:
-        """True if forwards of the caller run in graphs: who wants none in ``generate`` has none there either."""
+        """True if forwards of the caller run in graphs; by default they do if those of ``generate`` do."""
         return self.graphs if self.graph_forwards is None else self.graph_forwards
 
 
