@@ -39,6 +39,7 @@ from tilegym_db.models.forward_graphs import (
 )
 from tilegym_db.models.graphs import MAX_EAGER_RUNS, GraphedCall, copied, masks_as_before, state_or_reason
 from tilegym_db.models.next_inputs import CapturedForward
+from tilegym_db.models.patch import PatchOptions
 
 UNTIL_REPLAY = EAGER_RUNS + 2
 """Forwards of a form before the first one that is a replay: timed ones, that of the proof and that of the capture."""
@@ -199,6 +200,37 @@ def test_a_mask_that_hides_tokens_is_traced_in_a_capture():
     assert not masks.is_tracing(torch.ones(1, 4))
 
 
+def test_two_captures_at_once_leave_no_decision_behind():
+    masks, began, ended = transformers.masking_utils, threading.Event(), threading.Event()
+    before = masks.is_tracing, masks.find_packed_sequence_indices
+
+    def second() -> None:
+        began.set()
+        with masks_as_before(has_positions=False):
+            ended.wait(0.2)
+
+    other = threading.Thread(target=second)
+    with masks_as_before(has_positions=False):
+        other.start()
+        began.wait()
+        other.join(0.1)  # it waits, or has begun
+    ended.set()
+    other.join()
+    assert (masks.is_tracing, masks.find_packed_sequence_indices) == before
+
+
+@pytest.mark.parametrize("name", ["position_ids", "decoder_position_ids"])
+def test_positions_of_a_caller_may_be_of_packed_sequences(name, monkeypatch):
+    seen = []
+    context = forward_graphs.masks_as_before
+    monkeypatch.setattr(forward_graphs, "masks_as_before", lambda **given: seen.append(given) or context(**given))
+    model = with_forward(encoder(), lambda self, forward, inputs: forward(input_ids=inputs["input_ids"]))
+    in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(input_ids=ids(seed), **{name: torch.arange(7).expand(2, 7).contiguous()})
+    assert seen == [{"has_positions": True}]
+
+
 def test_outputs_stay_as_they_were_after_later_replays():
     model = encoder()
     in_graphs(model)
@@ -289,6 +321,31 @@ def test_a_forward_that_a_class_gets_later_is_seen(monkeypatch):
         forward = cls.forward
         monkeypatch.setattr(cls, "forward", lambda *args, forward=forward, **others: forward(*args, **others))
         assert not graphs._is_as_it_was(model, GraphedCall())
+
+
+def test_a_forward_that_other_code_gave_a_class_keeps_running(monkeypatch):
+    cls, seen = transformers.models.bert.modeling_bert.BertIntermediate, []
+    own = cls.forward
+
+    def keeping(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden_states.shape)
+        return own(self, hidden_states)
+
+    monkeypatch.setattr(cls, "forward", keeping)
+    model = encoder()
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 2):
+        model(ids(seed))
+    assert len(seen) == 2 * (UNTIL_REPLAY + 2)
+    assert list(graphs.report().stock) == [f"the forward of BertIntermediate was replaced by one of {__name__}"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has"),
+    [({}, True), ({"graphs": False}, False), ({"graph_forwards": False}, False), ({"graph_forwards": True}, True)],
+)
+def test_who_wants_no_graphs_has_none_of_forwards(chosen, has):
+    assert PatchOptions(**chosen).has_forward_graphs == has
 
 
 class Unreadable(torch.Tensor):
@@ -455,6 +512,31 @@ def test_a_replay_without_memory_frees_the_graphs():
     assert same(model(ids(0)), stock(ids(0)))
     assert known.graph is None
     assert graphs.report().stock == {"OutOfMemoryError: no memory": 1}
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["once more", "with a cache"])
+def test_a_forward_without_memory_gets_that_of_graphs(is_held, monkeypatch):
+    stock, model = made("llama"), made("llama")
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed), use_cache=False)
+    (known,) = graphs._forms.values()
+    own, calls, expected = type(model).__mro__[1].forward, [], stock(ids(0, tokens=9)).logits
+
+    def needs_room(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(known.graph is None)
+        if known.graph is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model).__mro__[1], "forward", needs_room)
+    cache = {"past_key_values": transformers.DynamicCache()} if is_held else {}
+    if is_held:  # half of it may have been filled
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ids(0, tokens=9), **cache)
+    else:
+        assert torch.equal(model(ids(0, tokens=9)).logits, expected)
+    assert (calls, known.graph) == ([False] if is_held else [False, True], None)
 
 
 def test_a_failed_form_does_not_wait_for_its_mask(monkeypatch):

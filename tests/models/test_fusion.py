@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tilegym_db import Catalog, patched
 from tilegym_db.models import rewrite
-from tilegym_db.models.call_site import HAS_HOOKS, HELD
+from tilegym_db.models.call_site import HAS_HOOKS, HELD, shadow_function
 from tilegym_db.models.parts import add_norm
 from tilegym_db.models.rewrite import called_for, fused_norms, is_owned, plain_forward, rewritten
 
@@ -120,20 +122,95 @@ def test_the_last_sum_of_a_layer_is_normed_for_the_next(kernels: Catalog, logits
     assert (hits[FUSED], hits["rms_norm"]) == (7, 2)
 
 
-@pytest.mark.parametrize("how", ["in place", "a new tensor", "the same numbers"])
+class Around(torch.nn.Module):
+    """A layer inside of another module, as of libraries that steer models."""
+
+    def __init__(self, layer: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.change(self.layer(*args, **kwargs))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place": lambda x: x.mul_(1.5),
+    "a new tensor": lambda x: x.mul(1.5),
+    "the same numbers": torch.clone,
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_sum_that_changes_between_layers_is_normed_anew(
     how: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
-    def change(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-        return {"in place": out.mul_, "a new tensor": out.mul, "the same numbers": lambda _: out.clone()}[how](1.5)
+    model, ids = build(), prompt()
+    layers = model.model.layers
+    plain, changed = layers[0], Around(layers[0], CHANGES[how])
+    layers[0] = changed
+    stock = logits(model, ids)
+    layers[0] = plain
+    with patched(model, catalog=kernels) as handle:
+        layers[0] = changed
+        assert torch.equal(logits(model, ids), stock)
+    assert (handle.report().hits()[FUSED], handle.report().hits()["rms_norm"]) == (3, 3)
+
+
+def test_a_sum_that_a_hook_may_change_unseen_is_normed_anew(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    def change(module: Any, args: Any, out: torch.Tensor) -> None:
+        out.data.mul_(1.5)  # which leaves the version as it is
 
     model, ids = build(), prompt()
-    hook = model.model.layers[0].register_forward_hook(change)
+    model.model.layers[0].register_forward_hook(change)
     stock = logits(model, ids)
     with patched(model, catalog=kernels) as handle:
         assert torch.equal(logits(model, ids), stock)
-    hook.remove()
-    assert (handle.report().hits()[FUSED], handle.report().hits()["rms_norm"]) == (3, 3)
+    assert handle.report().hits()[FUSED] == 2
+
+
+def test_layers_that_other_code_calls_norm_their_own_input(kernels: Catalog, build: Any, prompt: Any) -> None:
+    # A loop that quantizes a model layer by layer scales the weights of a norm before it calls its layer.
+    def run(model: Any) -> torch.Tensor:
+        x = model.model.embed_tokens(prompt())
+        positions = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.data.mul_(1.5)
+            x = layer(x, position_embeddings=positions)
+        return x
+
+    model = build()
+    other = copy.deepcopy(model)
+    with torch.no_grad(), patched(model, catalog=kernels) as handle:
+        assert torch.equal(run(model), run(other))
+    assert handle.report().hits()[FUSED] == 2
+
+
+def test_a_norm_gets_its_gradient_after_a_layer_without(kernels: Catalog, build: Any, prompt: Any) -> None:
+    def step(model: Any) -> torch.Tensor:
+        layer = model.model.layers[0]
+        model.model.layers[0] = Around(layer, lambda x: x)
+        model.model.layers[0].forward = torch.no_grad()(model.model.layers[0].forward)
+        model(prompt()).logits.square().sum().backward()
+        return model.model.layers[1].input_layernorm.weight.grad  # type: ignore[no-any-return]
+
+    model = build()
+    stock = step(copy.deepcopy(model))
+    with patched(model, catalog=kernels):
+        assert torch.allclose(step(model), stock, rtol=1e-4)
+
+
+def test_outputs_that_a_layer_joins_keep_their_order() -> None:
+    def layer(self: Any, x: Any, others: Any) -> Any:
+        normed = self.norm(x)
+        others = (normed,) + others  # noqa: RUF005
+        return others
+
+    made = rewritten(layer, with_ends=True)
+    last_sum, first = add_norm.ends_of(lambda *_: None, "norm", (), "").values()
+    run, _ = shadow_function(made, {rewrite.LAST_SUM: last_sum, rewrite.FIRST_NORM: first})
+    assert run(SimpleNamespace(norm=lambda x: x + 1), 1, (7,)) == (2, 7)
 
 
 @pytest.mark.parametrize("where", ["layer", "norm"])
@@ -175,8 +252,8 @@ def test_norms_that_no_layer_takes_are_given_up(
 ) -> None:
     monkeypatch.setattr(add_norm, "MAX_UNREAD", 3)
     model, ids = build(), prompt()
-    model.model.layers[0].register_forward_hook(lambda module, args, out: out.clone())
     with patched(model, catalog=kernels) as handle, torch.no_grad():
+        model.model.layers[0] = Around(model.model.layers[0], torch.clone)
         for _ in range(8):
             model(ids)
     assert handle.report().hits()[FUSED] == 8 * 2 + 4

@@ -57,7 +57,7 @@ ODD: list[dict[str, Any]] = [
     {"scalars": {"eps": 2, "flag": False, "none": None}},
     {"axes": {"Z": 7}},
     {"envelope": None},
-    {"audit": {"kernels": ["k", "k", "void at::native::x<4, at::y>"], "notes": ["n", "n"]}},
+    {"audit": {"kernels": ["k", "k", "void at::native::x<4, at::y>"], "notes": ["n", "n", "a|b\n\u2028"]}},
     {"performance": None, "status": "TIMEOUT", "correctness": None, "reason": "slow {x}", "audit": None},
     {"performance": {"latency_us": 0.0123456, "ci_low_us": 0.01, "ci_high_us": 0.02, "samples": 3, "timer": "wall"}},
     {"timestamp": "2000-01-01T00:00:00Z"},

@@ -236,6 +236,18 @@ def test_kernel_launched_after_stock_is_done_is_refused(
         assert "launch-bound: a call takes the host 16.0 us" in reasons(decision)["scale_rows_kernel"]
 
 
+@pytest.mark.parametrize(("host_us", "served"), [(20.0, True), (40.0, False)])
+def test_more_launches_at_one_size_are_no_noise(
+    host_us: float, served: bool, shop: Any, kernel: Any, stock: Any
+) -> None:
+    def entry(columns: int, host_us: float) -> Any:
+        both = [shop.candidate(kernel, 6.0, host_us=host_us), shop.candidate(stock, 25.0, host_us=10.0)]
+        return shop.entry("scale_rows", {"M": 4, "N": columns}, both)
+
+    shop.publish([entry(8, host_us), *(entry(columns, 14.0) for columns in (16, 32, 64))], gpu="h200")
+    assert (decide_in(shop, ask(shop)).solution is not None) == served
+
+
 def test_long_kernel_may_have_a_slow_launch(shop: Any, kernel: Any, stock: Any) -> None:
     publish(shop, [shop.candidate(kernel, 100.0, host_us=60.0), shop.candidate(stock, 150.0, host_us=10.0)])
     assert decide_in(shop, ask(shop)).solution is not None

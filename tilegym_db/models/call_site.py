@@ -265,6 +265,12 @@ def unpatched_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     return cls if replaced is None else replaced
 
 
+def class_before_patches(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the module's class as it was before any :func:`subclass` of it."""
+    cls: type[torch.nn.Module] = vars(type(module)).get(_ORIGINAL, type(module))
+    return cls
+
+
 def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:
     """Return a copy of a function that reads its globals from a new module, and a function that removes that module.
 

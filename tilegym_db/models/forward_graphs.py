@@ -45,6 +45,7 @@ from tilegym_db.models.graphs import (
     submodules,
     undisturbed,
     why_changed,
+    why_watched,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, HELD, CapturedForward
 from tilegym_db.models.prompt_graphs import EMPTY, GROWING, begun_on, original_class
@@ -199,35 +200,50 @@ class ForwardGraphs:
             self._others[reason] += 1
             if reason == IN_TRAINING:  # which needs the memory
                 self._drop_all()
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         form = split(inputs)[1], torch.is_inference_mode_enabled(), numerics_now()
         if self._has_failed(form):
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         hides = _needs_mask(inputs, _pad_of(model))
         own = inputs if hides else _without_mask(inputs)
         with self._lock:
             known = self._of((*form, hides))
         if known.failed:
             known.refused += 1
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         if known.runs <= EAGER_RUNS:
             stop = self._stopwatch(self._device)
-            outputs = forward(**inputs)
+            outputs = self._as_before(forward, inputs)
             known.times["eager"].append(stop())
             return outputs
         if known.graph is None and not known.tried and known.runs <= self._runs_before_proof():
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         if not self._running.acquire(blocking=False):
             self._others[IN_USE] += 1
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         try:
             outputs = self._from_graph(known, model, forward, inputs, own)
         finally:
             self._running.release()
         if outputs is None:
             known.refused += bool(known.failed)
-            return forward(**inputs)
+            return self._as_before(forward, inputs)
         return outputs
+
+    def _as_before(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Return what a forward of stock code returns. If it lacks memory that graphs hold, it gets that, and runs again.
+
+        It does not run again where it may have changed its inputs, such as a cache.
+        """
+        try:
+            return forward(**inputs)
+        except torch.OutOfMemoryError:
+            if not any(one.graph is not None for one in self._known()):
+                raise
+            self._drop_all()
+            if why_not_inputs(inputs, self._device):
+                raise
+        return forward(**inputs)  # outside of the handler, which holds what the first run has computed
 
     def _why_stock(self, model: Any) -> str:
         """Return the reason why no forward may be a replay here; empty if it may."""
@@ -342,12 +358,14 @@ class ForwardGraphs:
         try:
             with undisturbed(self._device), self._replayed():
                 if not known.tried:
-                    known.failed = why_changed(model, lambda: _why_not_proven(forward, contents, self._device))
+                    known.failed = why_watched(submodules(model)) or why_changed(
+                        model, lambda: _why_not_proven(forward, contents, self._device)
+                    )
                     known.tried = True
                     return
                 self._make_room(known)
                 run = _with_cache(forward, _empty_cache(model, forward(**own), self._device))
-                with masks_as_before(has_positions=own.get(DECODER.positions) is not None):
+                with masks_as_before(has_positions=_has_positions(own)):
                     graph = self._capture(run, own)
                 for _, given in contents[::-1]:
                     if not _are_same(self._replay(graph, given), forward(**given)):
@@ -532,6 +550,15 @@ def _needs_mask(inputs: Mapping[str, Any], pad: int | None) -> bool:
     if isinstance(positions, torch.Tensor):
         sees = sees & (positions == torch.arange(positions.shape[-1], device=positions.device)).all()
     return not bool(sees)
+
+
+def _has_positions(inputs: Mapping[str, Any]) -> bool:
+    """Return True if a caller gives positions, also those of a decoder beside an encoder, or in a dictionary of inputs."""
+    return any(
+        (isinstance(name, str) and DECODER.positions in name and value is not None)
+        or (type(value) is dict and _has_positions(value))
+        for name, value in inputs.items()
+    )
 
 
 def _pad_of(model: Any) -> int | None:

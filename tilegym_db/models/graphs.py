@@ -22,7 +22,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import has_hooks
+from tilegym_db.models.call_site import class_before_patches, has_hooks
 from tilegym_db.models.next_inputs import HELD, CapturedForward
 
 TIMED_REPLAYS = 2
@@ -223,6 +223,19 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
     return (state_of(modules, _configs_of(modules), attributes=attributes), below), ""
 
 
+def why_watched(modules: Iterable[torch.nn.Module]) -> str:
+    """Return the reason if other code has replaced the forward of a class of modules; empty if none has.
+
+    Such a forward may do something on the host, such as keeping what it sees, which no replay does.
+    """
+    for cls in {class_before_patches(module) for module in modules}:
+        owner: Any = next((one for one in cls.__mro__ if "forward" in vars(one)), cls)
+        places = [str(getattr(one, "__module__", "")) for one in (owner, owner.forward)]
+        if places[0].partition(".")[0] != places[1].partition(".")[0]:
+            return f"the forward of {cls.__name__} was replaced by one of {places[1]}"
+    return ""
+
+
 def numerics_now() -> tuple[Any, ...]:
     """Return the settings of PyTorch that choose how a forward computes. A graph has those of its capture."""
     cuda: Any = torch.backends.cuda
@@ -378,6 +391,8 @@ def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
 
 
 _capturing = threading.Lock()
+_deciding = threading.RLock()
+"""Held while transformers decides otherwise about masks: two such contexts that overlap would leave one in place."""
 
 
 class _OwnGraph(torch.cuda.CUDAGraph):
@@ -420,12 +435,13 @@ def masks_as_before(*, has_positions: bool) -> Iterator[None]:
     def sequences(position_ids: Any) -> Any:
         return None if is_here() and not has_positions else find_sequences(position_ids)
 
-    traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
-    masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences
-    try:
-        yield
-    finally:
-        masks.is_tracing, masks.find_packed_sequence_indices = traces, find_sequences
+    with _deciding:
+        traces, find_sequences = masks.is_tracing, masks.find_packed_sequence_indices
+        masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, sequences
+        try:
+            yield
+        finally:
+            masks.is_tracing, masks.find_packed_sequence_indices = traces, find_sequences
 
 
 def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> CapturedForward:

@@ -65,11 +65,16 @@ class PatchOptions:
     catalog: Catalog | None = None
     trust: bool = False
     graphs: bool = True
-    graph_forwards: bool = True
+    graph_forwards: bool | None = None
     check: str | None = None
     lock: str | Path | None = None
     skip_logits: bool = False
     require: str | Collection[str] = ()
+
+    @property
+    def has_forward_graphs(self) -> bool:
+        """True if forwards of the caller run in graphs; by default they do if those of ``generate`` do."""
+        return self.graphs if self.graph_forwards is None else self.graph_forwards
 
 
 def patch(
@@ -83,7 +88,7 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
     graphs: bool = True,
-    graph_forwards: bool = True,
+    graph_forwards: bool | None = None,
     check: str | None = None,
     lock: str | Path | None = None,
     skip_logits: bool = False,
@@ -118,7 +123,7 @@ def patch(
         trust: also use published traces that neither came with the package nor were published by this installation.
         graphs: run prompts and decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
         graph_forwards: run forwards that the caller makes without gradients, ``model(**inputs)``, in CUDA graphs too
-            (:class:`ForwardGraphs`).
+            (:class:`ForwardGraphs`); by default as ``graphs`` says.
         check: ``first`` checks the kernel of the nearest measured size at the first call of a size that was not measured. It
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
@@ -265,7 +270,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
                 for part in found
             }
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
-        if options.graph_forwards and not options.dry_run:
+        if options.has_forward_graphs and not options.dry_run:
             handle.run_in_graphs(model)
         if options.graphs and not options.dry_run:
             handle.decode_in_graphs(model)
@@ -277,7 +282,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
 
 def _has_replays(model: torch.nn.Module, options: PatchOptions) -> bool:
     """Return True if graphs may replay forwards of the model."""
-    return (options.graphs and Decoding.fits(model)) or (options.graph_forwards and ForwardGraphs.fits(model))
+    return (options.graphs and Decoding.fits(model)) or (options.has_forward_graphs and ForwardGraphs.fits(model))
 
 
 @contextlib.contextmanager

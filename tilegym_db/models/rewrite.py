@@ -34,7 +34,8 @@ _is_compiling = torch.compiler.is_compiling
 
 LAST_SUM, FIRST_NORM = "_tilegym_db_last_sum", "_tilegym_db_first_norm"
 """The functions that a rewritten forward of a layer calls at its ends, so that a sum and the norm in the next layer are one call:
-``total = LAST_SUM(self, residual, (hidden,))`` and ``normed = FIRST_NORM(self.norm, hidden)``."""
+``total = LAST_SUM(self, residual, (hidden,))`` and ``normed = FIRST_NORM(self.norm, hidden)``. True follows in place of
+``hidden + residual``."""
 ADD_NORM = "_tilegym_db_add_norm"
 """Beginning of the function that the rewritten forward calls; the attribute of the norm follows:
 ``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``; False follows if the layer drops the sum."""
@@ -370,7 +371,10 @@ def _is_result(total: str, rest: Sequence[ast.stmt]) -> bool:
 def _join_ends(function: ast.FunctionDef, ends: _Ends) -> None:
     """Turn both ends of a layer into calls."""
     total, place = ends.total, function.body[ends.place]
-    text = f"{total.target} = {LAST_SUM}(self, {total.residual}, ({total.hidden},))"
+    assigned = _assigned(place)
+    is_swapped = assigned is not None and not is_name(assigned[1].left, total.residual)  # type: ignore[attr-defined]
+    swapped = ", True" if is_swapped else ""
+    text = f"{total.target} = {LAST_SUM}(self, {total.residual}, ({total.hidden},){swapped})"
     norm = ends.call.func
     ends.call.func, ends.call.args = ast.copy_location(ast.Name(FIRST_NORM, ast.Load()), norm), [norm, *ends.call.args]
     function.body[ends.place : ends.place + 1] = [*total.before, *_statements(text, place)]

@@ -156,7 +156,7 @@ def _entries(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> tu
 def _host_times(candidates: Iterable[Candidate]) -> dict[str, float]:
     """Return the digest of a solution -> its median host time in microseconds over all sizes.
 
-    A launch takes the host the same time at all sizes, but a single measurement of it may be off by half.
+    A launch takes the host the same time at most sizes, but a single measurement of it may be off by half.
     """
     times: dict[str, list[float]] = {}
     for one in candidates:
@@ -165,11 +165,18 @@ def _host_times(candidates: Iterable[Candidate]) -> dict[str, float]:
     return {digest: statistics.median(found) for digest, found in times.items()}
 
 
+MAX_HOST_SPREAD = 1.5
+"""Ratio of a host time to the median up to which they differ by chance. Beyond, the kernel has more launches at this size."""
+
+
 def _host_time(one: Candidate, medians: Mapping[str, float]) -> float | None:
-    """Return the host time that counts: of a kernel the median; of stock code, which may have loops, not more than that."""
+    """Return the host time that counts: of a kernel the median, unless it has more launches here; of stock code not more."""
     if one.host_us is None:
         return None
-    return medians[one.solution_digest] if one.role == "kernel" else min(one.host_us, medians[one.solution_digest])
+    median = medians[one.solution_digest]
+    if one.role == "kernel":
+        return one.host_us if one.host_us > MAX_HOST_SPREAD * median else median
+    return min(one.host_us, median)
 
 
 def _with_source_known(candidate: Candidate, definition: str, digest: str) -> Candidate:

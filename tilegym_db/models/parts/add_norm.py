@@ -6,12 +6,14 @@ Definition in ``serving.in_training``, which overwrites none: autograd may have 
 
 The last sum of a layer and the first norm of the next one are also one call. The layer leaves the normed rows on the sum, and the
 next layer takes them if it gets the same tensor, unchanged, and norms it with the same module. Otherwise it norms its input.
+Only the forward of a model has such sums. Other code that calls layers may change weights between two of them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -162,7 +164,8 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     # Groups whose norms are those of the first norm have the same pairs of layers.
     chained = next((found for found, _ in calls if found.followers), None)
     if chained is not None:
-        functions |= ends_of(asked[chained.function], first_norm(plain), chained.followers)
+        file = plain.__code__.co_filename
+        functions |= ends_of(asked[chained.function], first_norm(plain), chained.followers, file)
     names = [found.function for found, _ in calls]
     rewrote, forget = shadow_function(rewritten(plain, *names, with_ends=chained is not None), functions)
     sites = [site for _, site in calls]
@@ -182,12 +185,14 @@ NORMED = "_tilegym_db_normed"
 """The attribute of a sum, between two layers, with the norm of the next layer, the version of the sum and the normed rows."""
 MAX_UNREAD = 64
 """Normed rows that no layer took. Code between the layers changes their sums, so the next ones norm what they get."""
+MAX_CALLERS = 12
+"""Calls between the forward of a model and the last sum of its layer: wrappers of PyTorch, transformers and this package."""
 
 _grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
 def ends_of(
-    add_norm: Callable[..., Any], name: str, followers: Sequence[tuple[Module, Module]]
+    add_norm: Callable[..., Any], name: str, followers: Sequence[tuple[Module, Module]], file: str
 ) -> dict[str, Callable[..., Any]]:
     """Return the functions that the rewritten forward of a layer calls for its last sum and its first norm.
 
@@ -195,20 +200,23 @@ def ends_of(
         add_norm: the function for a sum and its norm within a layer.
         name: the attribute of the first norm.
         followers: layers and the ones after them.
+        file: with the forward of the layers and that of the model that calls them.
     """
     after = {id(layer): (weakref.ref(layer), weakref.ref(later)) for layer, later in followers}
     unread = [0]
 
-    def last_sum(layer: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> torch.Tensor:
+    def last_sum(layer: Any, residual: Any, box: tuple[Any], is_swapped: bool = False) -> Any:
         norm = None if unread[0] > MAX_UNREAD else _norm_after(after, layer, name)
         may_ask = norm is not None and not (norm.training or _grad_enabled() or _is_inference())
+        # Without gradients a tensor of inference mode may come from within the layer; it has no version.
+        may_ask = may_ask and type(box[0]) is torch.Tensor and not box[0].is_inference() and _is_called_in(file)
         made = add_norm(None, norm, residual, box) if may_ask else None
-        if made is None:
-            return residual + box[0]
+        if made is None:  # the operands may be tuples, whose order counts
+            return box[0] + residual if is_swapped else residual + box[0]
         normed, total = made
         setattr(total, NORMED, (norm, total._version, normed))
         unread[0] += 1
-        return total  # type: ignore[no-any-return]
+        return total
 
     def first_norm(norm: Any, x: Any) -> Any:
         left = getattr(x, NORMED, None)
@@ -216,7 +224,8 @@ def ends_of(
             return norm(x)
         delattr(x, NORMED)
         its_norm, version, normed = left
-        if its_norm is not norm or _is_inference() or x._version != version:
+        # The rows have no gradient, and a caller may enable gradients between two layers.
+        if its_norm is not norm or norm.training or _grad_enabled() or _is_inference() or x._version != version:
             return norm(x)
         unread[0] -= 1
         return normed
@@ -225,16 +234,29 @@ def ends_of(
 
 
 def _norm_after(after: Mapping[int, tuple[Any, Any]], layer: Module, name: str) -> Module | None:
-    """Return the first norm of the layer after a layer; None if there is none, or if that layer has hooks.
+    """Return the first norm of the layer after a layer; None if there is none, or if either has hooks.
 
-    Hooks may bring its weights to this device, or change its input.
+    Hooks may bring weights to this device, or change the sum, also where its version does not tell.
     """
     own, later = after.get(id(layer), (_nothing, _nothing))
     following = later()
-    if following is None or own() is not layer or has_hooks(following):
+    if following is None or own() is not layer or has_hooks(layer) or has_hooks(following):
         return None
     found: Module | None = following._modules.get(name)
     return found
+
+
+def _is_called_in(file: str) -> bool:
+    """Return True if a ``forward`` in a file calls the layer whose forward asks :func:`ends_of` for its last sum."""
+    frame: Any = sys._getframe(3)  # the caller of that forward
+    for _ in range(MAX_CALLERS):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _nothing() -> None:
