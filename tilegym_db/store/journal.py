@@ -331,9 +331,9 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
     """
     if not files:
         return IngestReport()
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+    with _scratch_folder() as scratch:
         found = sorted_files(files, store.home, trust=trust)
-        return replace(_load(store, found, Path(folder)), files=len(files))
+        return replace(_load(store, found, scratch), files=len(files))
 
 
 def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozenset[str] = frozenset()) -> IngestReport:
@@ -341,8 +341,22 @@ def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozense
 
     ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home), Path(scratch), plausible)
+    with _scratch_folder() as scratch:
+        return _load(store, sorted_snapshots(folders, store.home), scratch, plausible)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tilegym-db-")
+    except OSError as error:
+        raise StoreError(
+            f"no temporary folder can be made: {error.strerror or error}. Nothing was ingested; free some space, or set "
+            "TMPDIR to a folder on another disk.",
+            code="write_failed",
+        ) from None
+    with folder as name:
+        yield Path(name)
 
 
 def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:
