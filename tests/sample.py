@@ -197,7 +197,7 @@ def cases_in_turn(cases: Sequence[tuple[Mapping[str, Any], Sequence[pytest.Mark]
     """Choose the cases of one test that run, given the parameters and marks of each.
 
     A test none of whose records has its turn runs with one of them, so that each behaviour shows daily. A sweep over records
-    takes its share of those that have their turn. So one case runs at least: of none, pytest would make a test without parameters.
+    takes its share of those that have their turn. One case runs at least: of none, pytest would make a test without values.
     """
     keys = [records_of(parameters, marks, sample) for parameters, marks in cases]
     tried = [number for number, of_case in enumerate(keys) if not of_case or sample.tries(of_case)]
