@@ -18,6 +18,7 @@ from tilegym_db.errors import StoreError
 from tilegym_db.published.snapshot import Batch
 from tilegym_db.records.workload import axes_key
 from tilegym_db.store import connection as opening
+from tilegym_db.store import journal as journals
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -490,6 +491,15 @@ def test_reader_names_lines_of_journals_that_it_leaves_out(opened, home, trace, 
     with opened(read_only=True) as store:
         assert count_traces(store) == 1
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [f"{journal.path}:2"]
+
+
+def test_reader_says_that_it_ingests_a_large_journal(opened, home, trace, caplog, monkeypatch):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    monkeypatch.setattr(journals, "LARGE", journal.path.stat().st_size)
+    with opened(read_only=True), opened(read_only=True):
+        assert len(caplog.records) == 1
+    assert "MB of journals" in caplog.text
 
 
 def test_missing_temporary_folder_is_named(opened, write_traces, trace, tmp_path, monkeypatch):

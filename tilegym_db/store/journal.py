@@ -15,6 +15,7 @@ import fcntl
 import glob
 import itertools
 import json
+import logging
 import os
 import re
 import stat
@@ -256,6 +257,10 @@ def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
 # ---- loading -------------------------------------------------------------------------------------
 
 
+_log = logging.getLogger(__name__)
+
+LARGE = 64 << 20
+"""Minimum number of bytes of journals that take so long that it is said before."""
 SMALL = 1 << 20
 """Maximum number of bytes for which copying a file is faster than opening it in DuckDB."""
 
@@ -290,6 +295,8 @@ def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False
     pending = {path: size for path in journals if (size := _size(path))} if trust else grown_files(store, journals)
     if not pending:
         return IngestReport()
+    if sum(pending.values()) >= LARGE:
+        _log.warning("ingesting %d MB of journals, once.", sum(pending.values()) >> 20)
     report = load_traces(store, list(pending), trust=trust)
     with store.transaction("ingest traces into") as connection:
         remember_files(connection, pending)
