@@ -555,7 +555,7 @@ def can_be_noted(path: Path) -> bool:
 def _ingest_journals(store: Store) -> None:
     """Ingest journals, and name what is left out: later commands find nothing new in them.
 
-    A line that is cut off is not named, since its run may still write it. If that was killed, nobody was told of the trace.
+    A line that is cut off is not named, since its run may still write it. If that was killed, its trace was never acknowledged.
     """
     from tilegym_db.store.filling import ingest_journals
     from tilegym_db.store.journal import CUT_OFF
