@@ -196,15 +196,15 @@ def records_of(parameters: Mapping[str, Any], marks: Iterable[pytest.Mark], samp
 def cases_in_turn(cases: Sequence[tuple[Mapping[str, Any], Sequence[pytest.Mark]]], sample: Sample) -> list[int]:
     """Choose the cases of one test that run, given the parameters and marks of each.
 
-    A test none of whose records has its turn runs with one of them, so that each behaviour shows daily.
+    A test none of whose records has its turn runs with one of them, so that each behaviour shows daily. A sweep over records
+    takes its share of those that have their turn. One case runs at least: of none, pytest would make a test without values.
     """
     keys = [records_of(parameters, marks, sample) for parameters, marks in cases]
     tried = [number for number, of_case in enumerate(keys) if not of_case or sample.tries(of_case)]
     tried = tried or [sample.cases(len(cases), len(cases))[0]]
     for mark in cases[0][1]:
         if mark.name == SWEEP:
-            share = sample.cases(len(cases), *mark.args)
-            return [number for number in tried if number in share]
+            return [tried[number] for number in sample.cases(len(tried), *mark.args)]
     return tried
 
 

@@ -148,6 +148,18 @@ def test_a_test_of_records_without_a_turn_runs_with_one() -> None:
     assert cases_in_turn(of_records([*waiting, min(tried(NOW))]), NOW) == [5]
 
 
+@pytest.mark.parametrize("changed", [frozenset(), frozenset({"solution:kernel_7"})])
+def test_a_sweep_over_one_record_runs_a_case_every_day(changed: frozenset[str]) -> None:
+    marks = [pytest.mark.records(of="kernel_7").mark, pytest.mark.sweep.mark]
+    cases = [({"routing": number}, marks) for number in range(22)]
+    seen = set()
+    for day in days(len(cases)):
+        chosen = cases_in_turn(cases, replace(NOW, day=day, changed=changed))
+        assert 1 <= len(chosen) <= 3
+        seen.update(chosen)
+    assert seen == set(range(len(cases)))
+
+
 def of_slow_files(count: int, *tested: str) -> list[Any]:
     """As pytest collects two tests of each of so many files with the mark ``turn``."""
     return [

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from raising import raises
 from tilegym_db.errors import StoreError
 from tilegym_db.published.snapshot import Batch
 from tilegym_db.records.workload import axes_key
+from tilegym_db.store import connection as opening
+from tilegym_db.store import journal as journals
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 
 INGESTER = """
 import sys
+import tempfile
 from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.store.connection import open_store
@@ -451,6 +455,59 @@ def test_reader_beside_a_reader_reports_journals_not_read(opened, home, trace):
         journal.append(trace())
         with opened(read_only=True) as store:
             assert "journals changed" in (store.stale or "")
+
+
+def test_emptied_journal_is_nothing_to_ingest(opened, home, trace):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    with opened(read_only=True):
+        pass
+    journal.path.write_bytes(b"")
+    with opening.writer_lock(home / "tilegym.duckdb", 1.0), opened(read_only=True) as store:
+        assert store.stale is None
+
+
+def test_reader_that_finds_it_done_is_not_stale(opened, home, trace, monkeypatch):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    open_writer = opening._open_writer
+
+    def another_is_first(*given):
+        with open_writer(*given) as store:
+            ingest_journals(store)
+        raise StoreError("another process has it", code="store_locked")
+
+    monkeypatch.setattr(opening, "_open_writer", another_is_first)
+    with opened(read_only=True) as store:
+        assert count_traces(store) == 1
+        assert store.stale is None
+
+
+def test_reader_names_lines_of_journals_that_it_leaves_out(opened, home, trace, caplog):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+        journal.append_line(b'{"trace_id": 7}\n')
+        journal.append_line(b'{"trace_id": "cut o')
+    with opened(read_only=True) as store:
+        assert count_traces(store) == 1
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [f"{journal.path}:2"]
+
+
+def test_reader_says_that_it_ingests_a_large_journal(opened, home, trace, caplog, monkeypatch):
+    with opened(), Journal("first", home) as journal:
+        journal.append(trace())
+    monkeypatch.setattr(journals, "LARGE", journal.path.stat().st_size)
+    with opened(read_only=True), opened(read_only=True):
+        assert len(caplog.records) == 1
+    assert "MB of journals" in caplog.text
+
+
+def test_missing_temporary_folder_is_named(opened, write_traces, trace, tmp_path, monkeypatch):
+    traces = write_traces(trace())
+    with opened() as store:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        with raises(StoreError, "write_failed", "TMPDIR"):
+            ingest(store, [traces])
 
 
 def test_small_files_reach_duckdb_as_one_and_large_ones_alone(tmp_path):

@@ -272,6 +272,19 @@ def test_the_leaderboard_counts_wins_and_takes_geometric_means(filled, trace):
     assert rows["scale_stock"]["geomean_speedup"] is None
 
 
+def test_range_is_over_the_ratios_of_the_mean(filled, trace):
+    with filled(
+        trace(m=1, speedup=4.0, sol_ratio=0.0),
+        trace(m=4096, sol_ratio=0.25),
+        trace(m=1, kind="tilelang"),
+    ) as store:
+        rows = {row["solution"]: row for row in leaderboard_rows(store, definition="scale", gpu="h200")}
+    ends = ("lowest", "geomean", "highest")
+    assert [rows["scale_triton"][f"{end}_speedup"] for end in ends] == pytest.approx([4.0] * 3)
+    assert [rows["scale_triton"][f"{end}_sol_ratio"] for end in ends] == pytest.approx([0.25] * 3)
+    assert {rows["scale_tilelang"][f"{end}_speedup"] for end in ends} == {None}
+
+
 def test_verified_rows_are_ordered_by_shape_then_latency(filled, trace):
     with filled(
         trace("shift", latency_us=1.0),

@@ -508,31 +508,39 @@ def open_store(
                 f"{path} was written by an older tilegym-db and must be made anew, but {error}", code=error.code
             ) from error
         store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
-    outdated_parts = outdated(meta, fingerprints(catalog, path.parent))
-    is_behind = any(known_size != size for known_size, size in _journal_sizes(store))
-    if not outdated_parts and not is_behind:
+    if not _behind(store, meta, catalog):
         return store
     store.close()
-    stale = None
+    reason = ""
     try:
         with _open_writer(path, catalog, lock_timeout_s if waits else 0.0) as writer:
-            if is_behind:  # a run was killed before it ingested what it had journaled, or is still at work
+            if _has_grown(writer):  # a run was killed before it ingested what it had journaled, or is still at work
                 _ingest_journals(writer)
     except StoreError as error:
-        parts = [*outdated_parts, *(["journals"] if is_behind else [])]
-        stale = f"the {' and '.join(parts)} changed since this store was last written, and now {error}"
-    store, _ = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
-    store.stale = stale
+        reason = str(error)
+    store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
+    # Another process may have brought in the same while this one waited to read. One that still measures adds more.
+    behind = _behind(store, meta, catalog) if reason else []
+    if behind:
+        store.stale = f"the {' and '.join(behind)} changed since this store was last written, and now {reason}"
     return store
 
 
-def _journal_sizes(store: Store) -> Iterator[tuple[int, int]]:
-    """Yield the size of each journal when it was ingested, 0 for never, and its size now."""
+def _behind(store: Store, meta: dict[str, str], catalog: Catalog) -> list[str]:
+    """Return what changed since the store was last written, by name."""
+    parts = outdated(meta, fingerprints(catalog, store.home))
+    return [*parts, "journals"] if _has_grown(store) else parts
+
+
+def _has_grown(store: Store) -> bool:
+    """Return True if a journal beside the database has another size than when it was ingested. An empty one has nothing."""
     known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
     for path in regular_files(store.home / "runs", "*.jsonl"):
-        if can_be_noted(path):
-            with suppress(OSError):  # a run without measurements removes its empty journal
-                yield known.get(str(path), 0), path.stat().st_size
+        with suppress(OSError):  # a run without measurements removes its empty journal
+            size = path.stat().st_size
+            if size and known.get(str(path)) != size and can_be_noted(path):
+                return True
+    return False
 
 
 def can_be_noted(path: Path) -> bool:
@@ -545,9 +553,17 @@ def can_be_noted(path: Path) -> bool:
 
 
 def _ingest_journals(store: Store) -> None:
-    from tilegym_db.store.filling import ingest_journals
+    """Ingest journals, and name what is left out: later commands find nothing new in them.
 
-    ingest_journals(store)
+    A line that is cut off is not named, since its run may still write it. If that was killed, its trace was never acknowledged.
+    """
+    from tilegym_db.store.filling import ingest_journals
+    from tilegym_db.store.journal import CUT_OFF
+
+    report = ingest_journals(store)
+    left_out = (str(line) for line in report.rejected if not line.reason.startswith(CUT_OFF))
+    for text in (*left_out, *report.notes):
+        _log.warning("%s", text)
 
 
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:

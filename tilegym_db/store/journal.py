@@ -15,6 +15,7 @@ import fcntl
 import glob
 import itertools
 import json
+import logging
 import os
 import re
 import stat
@@ -256,6 +257,10 @@ def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
 # ---- loading -------------------------------------------------------------------------------------
 
 
+_log = logging.getLogger(__name__)
+
+LARGE = 64 << 20
+"""Minimum number of bytes of journals that take so long that it is said before."""
 SMALL = 1 << 20
 """Maximum number of bytes for which copying a file is faster than opening it in DuckDB."""
 
@@ -290,6 +295,8 @@ def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False
     pending = {path: size for path in journals if (size := _size(path))} if trust else grown_files(store, journals)
     if not pending:
         return IngestReport()
+    if sum(pending.values()) >= LARGE:
+        _log.warning("ingesting %d MB of journals, once.", sum(pending.values()) >> 20)
     report = load_traces(store, list(pending), trust=trust)
     with store.transaction("ingest traces into") as connection:
         remember_files(connection, pending)
@@ -331,9 +338,9 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
     """
     if not files:
         return IngestReport()
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+    with _scratch_folder() as scratch:
         found = sorted_files(files, store.home, trust=trust)
-        return replace(_load(store, found, Path(folder)), files=len(files))
+        return replace(_load(store, found, scratch), files=len(files))
 
 
 def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozenset[str] = frozenset()) -> IngestReport:
@@ -341,8 +348,22 @@ def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozense
 
     ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home), Path(scratch), plausible)
+    with _scratch_folder() as scratch:
+        return _load(store, sorted_snapshots(folders, store.home), scratch, plausible)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tilegym-db-")
+    except OSError as error:
+        raise StoreError(
+            f"no temporary folder can be made: {error.strerror or error}. Nothing was ingested; free some space, or set "
+            "TMPDIR to a folder on another disk.",
+            code="write_failed",
+        ) from None
+    with folder as name:
+        yield Path(name)
 
 
 def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:

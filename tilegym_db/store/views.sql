@@ -294,7 +294,8 @@ SELECT
     max(stepped_at) AS searched_at
 FROM newest_steps GROUP BY ALL;
 
--- How each solution fares over all shapes of a definition on a GPU; means are geometric.
+-- How each solution fares over all shapes of a definition on a GPU; means are geometric, so they and the ranges leave
+-- out ratios of zero.
 CREATE OR REPLACE VIEW leaderboard AS
 SELECT
     definition, op_type, gpu, gpu_family_of(gpu) AS gpu_family, solution, language, role,
@@ -303,8 +304,9 @@ SELECT
     count(*) FILTER (WHERE trace_id IN (SELECT trace_id FROM best)) AS wins,
     exp(avg(ln(speedup)) FILTER (WHERE speedup > 0)) AS geomean_speedup,
     exp(avg(ln(sol_ratio)) FILTER (WHERE sol_ratio > 0)) AS geomean_sol_ratio,
-    min(speedup) AS lowest_speedup, max(speedup) AS highest_speedup,
-    min(sol_ratio) AS lowest_sol_ratio, max(sol_ratio) AS highest_sol_ratio
+    min(speedup) FILTER (WHERE speedup > 0) AS lowest_speedup, max(speedup) FILTER (WHERE speedup > 0) AS highest_speedup,
+    min(sol_ratio) FILTER (WHERE sol_ratio > 0) AS lowest_sol_ratio,
+    max(sol_ratio) FILTER (WHERE sol_ratio > 0) AS highest_sol_ratio
 FROM best_per_solution
 GROUP BY definition, op_type, gpu, solution, language, role;
 
