@@ -218,6 +218,7 @@ def test_patched_init_accepts_models_without_parts(build: Any) -> None:
 # -- what a patch costs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone  # 0.11 to 0.19 s beside other tests
 def test_a_second_patch_of_a_deep_model_is_quick(shop: Any, build: Any) -> None:
     shop.offer()
     model = build("llama", num_hidden_layers=32)
