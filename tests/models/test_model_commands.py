@@ -390,7 +390,8 @@ def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalo
     run = ModelRun.from_dict(json.loads(result.stdout))
     assert (run.new_tokens, run.compared_tokens, run.equal_tokens) == (0, 2, 2)
     assert (run.patched.tpot_ms, run.patched.tokens_per_s, run.tpot_speedup) == (None, None, None)
-    assert run.kernels == {"fused_add_rms_norm": 2, "rms_norm": 3, "swiglu": 2, "rope_neox": 2, "attention_prefill": 2}
+    cached = {"attention_prefill": 2, "kv_cache_prefill": 2}
+    assert run.kernels == {"fused_add_rms_norm": 3, "rms_norm": 2, "swiglu": 2, "rope_neox": 2, **cached}
     assert set(run.absent) == {"stock_static_cache", "patched_static_cache"}
     (row,) = asked(f"SELECT patched_prefill_tokens_per_s AS n, patched_tokens_per_s AS m FROM model_runs {OWN}")
     assert row == {"n": pytest.approx(16 / run.patched.ttft_ms.median * 1e3), "m": None}

@@ -50,9 +50,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "Llama4TextConfig",
         "Llama4ForCausalLM",
         {**SMALL, "num_local_experts": 2, "intermediate_size_mlp": 48},
-        {"rms_norm": 7, "fused_add_rms_norm": 2, "rope_complex_pairs": 2},
+        {"rms_norm": 6, "fused_add_rms_norm": 3, "rope_complex_pairs": 2},
     ),
-    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", SMALL, {"rms_norm": 8, "fused_add_rms_norm": 2}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", SMALL, {"rms_norm": 7, "fused_add_rms_norm": 3}),
     "helium": (
         "HeliumConfig",
         "HeliumForCausalLM",

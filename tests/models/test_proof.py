@@ -58,7 +58,7 @@ ROUGH = {
     "inaccurate": (INACCURATE, "times that of stock; at most"),
     "one wrong element": (ONE_ELEMENT_WRONG, "against fp64 is|relative error|elements exceed"),
     "not deterministic": (EVERY_OTHER_CALL, "two runs on the same inputs differ"),
-    "changes an input": (CHANGES_AN_INPUT, "it changes its input '(x|q|a|past_k)'"),
+    "changes an input": (CHANGES_AN_INPUT, "it changes its input '(x|q|a|k|past_k)'"),
     "writes nothing": (LEAVES_ITS_OUTPUT, "two runs|NaN or infinite|residual_out against fp64|k_out: .* values differ"),
     "wrong in inference mode": (
         WRONG_IN_INFERENCE_MODE,

@@ -37,7 +37,8 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
     stock = gradients(model, ids)
     with patched(model, catalog=poison) as handle:
         assert same(gradients(model, ids), stock)
-    assert not any(bypassed(handle).values())
+    without = {"kv_cache_prefill"}  # it has no gradient, and in training nothing is cached
+    assert not any(reasons for definition, reasons in bypassed(handle).items() if definition not in without)
     asked = {site.definition: site.training for site in handle.report().sites if site.training}
     served = {"rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox", "cross_entropy", "attention_prefill"}
     assert set(asked) == served
