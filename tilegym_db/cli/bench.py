@@ -383,7 +383,6 @@ def print_report(report: TuneReport, asked: str = "") -> None:
 
 
 def _cells(result: TuneResult) -> tuple[Any, ...]:
-
     return (
         result.solution,
         spelled_map(result.axes),

@@ -37,10 +37,9 @@ from tilegym_db.models.graphs import (
     why_changed,
 )
 from tilegym_db.models.next_inputs import CACHES, DECODER, RETURN, CapturedForward, cache_of
+from tilegym_db.records.call import GRAPHED_TOKENS
 
-MAX_TOKENS = 4096
-"""Maximum number of tokens, of all sequences together, for which the host may be what takes the time."""
-MAX_HELD = 2 * MAX_TOKENS
+MAX_HELD = 2 * GRAPHED_TOKENS
 """Maximum number of tokens in all graphs, whose memory grows with them; the least recently used graph is dropped."""
 MIN_COUNTED = 256
 """Tokens that a smaller graph counts for, because each graph has memory that does not depend on them."""
@@ -173,7 +172,7 @@ class PromptGraphs:
         batch, tokens = ids.shape
         fills = may_be_filled_up(inputs, size_of(tokens), limits_of(model.config))
         size = size_of(tokens) if fills else tokens
-        if reason := f"more than {MAX_TOKENS} tokens" if batch * size > MAX_TOKENS else why_not():
+        if reason := f"more than {GRAPHED_TOKENS} tokens" if batch * size > GRAPHED_TOKENS else why_not():
             self._others[reason] += 1
             return model(**inputs), None
         with self._lock:

@@ -170,7 +170,7 @@ MAX_HOST_SPREAD = 1.5
 
 
 def _host_time(one: Candidate, medians: Mapping[str, float]) -> float | None:
-    """Return the host time that counts: of a kernel the median, unless it has more launches here; of stock code not more."""
+    """Return the host time that counts: the median, but the own time of a kernel with more launches, or of quicker stock code."""
     if one.host_us is None:
         return None
     median = medians[one.solution_digest]

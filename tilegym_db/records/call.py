@@ -84,6 +84,8 @@ MODES: tuple[Mode, ...] = ("inference", "training")
 Launch = Literal["call", "replay"]
 """The way in which the device gets a call: the host launches each call, or launched it once, in the capture of a CUDA graph."""
 LAUNCHES: tuple[Launch, ...] = ("call", "replay")
+GRAPHED_TOKENS = 4096
+"""The largest prompt that ``patch`` runs in CUDA graphs, in tokens of all sequences. For more, the GPU takes the time."""
 
 
 @dataclass(frozen=True)

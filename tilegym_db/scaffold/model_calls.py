@@ -36,7 +36,7 @@ from tilegym_db.published.neighbours import (
 )
 from tilegym_db.published.table import load_table, table_folder
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.call import Launch, is_code_selecting
+from tilegym_db.records.call import GRAPHED_TOKENS, Launch, is_code_selecting
 from tilegym_db.records.definition_parts import layout_class, layout_strides
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.roofline import GpuPeaks, speed_of_light
@@ -45,10 +45,6 @@ from tilegym_db.scaffold.model_config import located_config
 Sizes = Mapping[str, Any]
 
 HEADS_AFTER_TOKENS = "strided(S*{heads}*D, D, {heads}*D, 1)"
-
-
-GRAPHED_TOKENS = 4096
-"""The largest prompt that ``patch`` runs in CUDA graphs, in tokens of all sequences together."""
 
 
 class Stage(NamedTuple):

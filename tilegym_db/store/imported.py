@@ -13,15 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
 from tilegym_db.files import hold_lock, write_atomically
 from tilegym_db.published.input_files import imported_folder, imported_manifests
-
-if TYPE_CHECKING:
-    pass
-
 
 LOCK_TIMEOUT_S = 10.0
 
