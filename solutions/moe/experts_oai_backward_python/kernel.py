@@ -79,7 +79,7 @@ def run(
     token, unused, owners = order // choices, (keys >= experts)[:, None], keys.clamp(max=experts - 1)
     rows, share = x[token], weights.flatten()[order, None]
     given = grad_out[token].masked_fill_(unused, 0)
-    fast = _is_read(rows, gate_up, down) and order.shape[0] > 0
+    fast = _is_read(rows, gate_up, down, down.new_empty(1, down.shape[1])) and order.shape[0] > 0  # and inner's rows
     both = _grouped(rows, gate_up, ends, fast).add_(gate_up_bias[owners]).masked_fill_(unused, 0)
     gate, up = both[:, 0::2].clamp(max=limit), both[:, 1::2].clamp(min=-limit, max=limit)
     sigmoid, more = torch.sigmoid(gate * alpha), up + 1
