@@ -18,21 +18,29 @@ LOWEST = -float("inf")
 
 @ct.function
 def _expm1(x):
-    """Return exp(x) - 1 for x <= 0, near 0 by its series: the difference would have no correct digit there."""
-    series = x * (1 / 5040) + 1 / 720
+    """Return exp(x) - 1, near 0 by its series: the difference would have no correct digit there."""
+    series = x * (1 / 40320) + 1 / 5040
+    series = x * series + 1 / 720
     series = x * series + 1 / 120
     series = x * series + 1 / 24
     series = x * series + 1 / 6
     series = x * series + 1 / 2
     series = x * series + 1.0
-    return ct.where(x > -0.4, x * series, ct.exp(x) - 1.0)
+    return ct.where((x > -0.4) & (x < 0.4), x * series, ct.exp(x) - 1.0)
 
 
 @ct.function
-def _log_mixed(less):
-    """Return log(1 + less), with the rounding of the sum put back."""
-    mixed = less + 1.0
-    return ct.log(mixed) + (less - (mixed - 1.0))
+def _log1p(x):
+    """Return log(1 + x), with the rounding of the sum put back."""
+    total = x + 1.0
+    return ct.log(total) + (x - (total - 1.0)) / total
+
+
+@ct.function
+def _over_student(far, beta):
+    """Return log(m / q) for far = log(p / q). Beyond 80 the exponential ends, and the mixture m is nothing but the teacher p."""
+    near = ct.minimum(far, 80.0)
+    return _log1p(beta * _expm1(near)) + (far - near)
 
 
 @ct.kernel
@@ -84,7 +92,7 @@ def _jsd(
                 fallen = ct.where(ratio == 0.0, 0.0, ratio * far)
                 less = weight * small
                 # The mixture over the larger of both probabilities is 1 + less.
-                found = ct.exp(larger) * (weight * fallen - (less + 1.0) * _log_mixed(less))
+                found = ct.exp(larger) * (weight * fallen - (less + 1.0) * _log1p(less))
                 found = ct.where(larger == LOWEST, 0.0, found)
             total = total + ct.sum(found, axis=0)
         ct.scatter(sums, (row, piece), ct.sum(total))
@@ -126,12 +134,9 @@ def _jsd_backward(
         else:
             x = ct.gather(student, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
             q = ct.exp(x)
-            if KIND == REVERSE:
-                found = q * (x - y + 1.0)
-            else:
-                weight = ct.where(x >= y, beta, 1.0 - beta)
-                above = _log_mixed(weight * _expm1(ct.minimum(x - y, y - x)))
-                found = (1.0 - beta) * q * (ct.minimum(x - y, 0.0) - above)
+            found = q * (x - y + 1.0)
+            if KIND == MIXED:
+                found = (beta - 1.0) * q * _over_student(y - x, beta)
             found = ct.where(q == 0.0, 0.0, found)
         ct.scatter(grad, (row, cols), (found * factor).astype(grad.dtype), mask=inside, check_bounds=False)
 

@@ -26,23 +26,25 @@ def reduce_sum(thread, warps, value, partial):
 
 
 @T.macro
-def mix(x, y, beta, exp, small, weight, above):
-    """Leave in small exp(-|x - y|) - 1, and in above the logarithm of the mixture over the larger of both probabilities.
+def expm1(x, exp, found):
+    """Leave in found[0] exp(x) - 1, near 0 by its series: the difference would have no correct digit there."""
+    found[0] = x * T.float32(1 / 40320) + T.float32(1 / 5040)
+    found[0] = found[0] * x + T.float32(1 / 720)
+    found[0] = found[0] * x + T.float32(1 / 120)
+    found[0] = found[0] * x + T.float32(1 / 24)
+    found[0] = found[0] * x + T.float32(1 / 6)
+    found[0] = found[0] * x + T.float32(1 / 2)
+    found[0] = found[0] * x + T.float32(1)
+    found[0] = found[0] * x
+    if x >= 0.4 or x <= -0.4:
+        found[0] = exp(x) - 1.0
 
-    The mixture over the larger probability is 1 + weight * small. Near 0, small comes from its series, as the difference would
-    have no correct digit, and near 1 the logarithm keeps the rounding of the sum.
-    """
-    weight[0] = T.if_then_else(x >= y, beta, 1.0 - beta)
-    small[0] = T.min(x - y, y - x)
-    above[0] = small[0] * T.float32(1 / 5040) + T.float32(1 / 720)
-    above[0] = above[0] * small[0] + T.float32(1 / 120)
-    above[0] = above[0] * small[0] + T.float32(1 / 24)
-    above[0] = above[0] * small[0] + T.float32(1 / 6)
-    above[0] = above[0] * small[0] + T.float32(1 / 2)
-    above[0] = above[0] * small[0] + T.float32(1)
-    small[0] = T.if_then_else(small[0] > -0.4, small[0] * above[0], exp(small[0]) - 1.0)
-    above[0] = 1.0 + weight[0] * small[0]
-    above[0] = T.log(above[0]) + (weight[0] * small[0] - (above[0] - 1.0))
+
+@T.macro
+def log1p(x, total, found):
+    """Leave in found[0] log(1 + x), with the rounding of the sum put back."""
+    total[0] = 1.0 + x
+    found[0] = T.log(total[0]) + (x - (total[0] - 1.0)) / total[0]
 
 
 @functools.cache
@@ -74,10 +76,12 @@ def jsd_kernel(V, dtype, vec, threads, repeat, pieces, kind):
             partial = T.alloc_shared((warps,), "float32")
             total = T.alloc_local((1,), "float32")
             small = T.alloc_local((1,), "float32")
-            weight = T.alloc_local((1,), "float32")
+            mixed = T.alloc_local((1,), "float32")
             above = T.alloc_local((1,), "float32")
             x = T.alloc_var("float32", init=0.0)
             y = T.alloc_var("float32", init=0.0)
+            far = T.alloc_var("float32", init=0.0)
+            weight = T.alloc_var("float32", init=0.0)
             chance = T.alloc_var("float32", init=0.0)
             active = T.alloc_var("int32", init=0)
 
@@ -107,12 +111,15 @@ def jsd_kernel(V, dtype, vec, threads, repeat, pieces, kind):
                             if chance != 0.0:
                                 total[0] += chance * (x - y)
                         elif T.max(x, y) != -T.infinity("float32"):
-                            mix(x, y, beta, exp, small, weight, above)
+                            weight = T.if_then_else(x >= y, beta, 1.0 - beta)
+                            far = T.min(x - y, y - x)
+                            expm1(far, exp, small)
+                            # The mixture over the larger of both probabilities is 1 + weight * small.
+                            log1p(weight * small[0], mixed, above)
                             chance = 0.0
                             if small[0] != -1.0:
-                                chance = (1.0 + small[0]) * T.min(x - y, y - x)
-                            above[0] = weight[0] * chance - (1.0 + weight[0] * small[0]) * above[0]
-                            total[0] += exp(T.max(x, y)) * above[0]
+                                chance = (1.0 + small[0]) * far
+                            total[0] += exp(T.max(x, y)) * (weight * chance - mixed[0] * above[0])
             reduce_sum(thread, warps, total, partial)
             if thread == 0:
                 sums[row, piece] = total[0]
@@ -170,10 +177,11 @@ def jsd_backward_kernel(V, dtype, vec, threads, repeat, kind):
             ys = T.alloc_local((repeat, vec), dtype)
             result = T.alloc_local((vec,), dtype)
             small = T.alloc_local((1,), "float32")
-            weight = T.alloc_local((1,), "float32")
+            mixed = T.alloc_local((1,), "float32")
             above = T.alloc_local((1,), "float32")
             x = T.alloc_var("float32", init=0.0)
             y = T.alloc_var("float32", init=0.0)
+            far = T.alloc_var("float32", init=0.0)
             chance = T.alloc_var("float32", init=0.0)
             factor = T.alloc_var("float32", init=0.0)
 
@@ -203,8 +211,11 @@ def jsd_backward_kernel(V, dtype, vec, threads, repeat, kind):
                                     if kind == REVERSE:
                                         chance = chance * (x - y + 1.0)
                                     else:
-                                        mix(x, y, beta, exp, small, weight, above)
-                                        chance = (1.0 - beta) * chance * (T.min(x - y, 0.0) - above[0])
+                                        # Beyond 80 the exponential ends, and the mixture is nothing but the teacher.
+                                        far = T.min(y - x, 80.0)
+                                        expm1(far, exp, small)
+                                        log1p(beta * small[0], mixed, above)
+                                        chance = (beta - 1.0) * chance * (above[0] + (y - x - far))
                             result[v] = T.cast(chance * factor, dtype)
                         for v in T.vectorized(vec):
                             grad_student[row, first + i * threads * vec + v] = result[v]

@@ -12,28 +12,29 @@ FORWARD, REVERSE, MIXED = 0, 1, 2  # KL(p | q) at beta 0, KL(q | p) at beta 1, a
 
 @triton.jit
 def _expm1(x):
-    """Return exp(x) - 1 for x <= 0, near 0 by its series: the difference would have no correct digit there."""
-    series = x * (1 / 5040) + 1 / 720
+    """Return exp(x) - 1, near 0 by its series: the difference would have no correct digit there."""
+    series = x * (1 / 40320) + 1 / 5040
+    series = x * series + 1 / 720
     series = x * series + 1 / 120
     series = x * series + 1 / 24
     series = x * series + 1 / 6
     series = x * series + 1 / 2
     series = x * series + 1
-    return tl.where(x > -0.4, x * series, tl.exp(x) - 1)
+    return tl.where(tl.abs(x) < 0.4, x * series, tl.exp(x) - 1)
 
 
 @triton.jit
-def _mixture(x, y, beta):
-    """Return x - y, its absolute value's exp(-.) - 1, and the mixture over the larger of both probabilities: logarithm, weight.
+def _log1p(x):
+    """Return log(1 + x), with the rounding of the sum put back."""
+    total = 1 + x
+    return tl.log(total) + (x - (total - 1)) / total
 
-    The mixture over the larger probability is 1 + weight * (exp(far) - 1); its logarithm near 1 keeps the rounding of the sum.
-    """
-    apart = x - y
-    weight = tl.where(apart >= 0, beta, 1 - beta)
-    small = _expm1(-tl.abs(apart))
-    less = weight * small
-    mixed = 1 + less
-    return apart, small, tl.log(mixed) + (less - (mixed - 1)), weight
+
+@triton.jit
+def _over_student(far, beta):
+    """Return log(m / q) for far = log(p / q). Beyond 80 the exponential ends, and the mixture m is nothing but the teacher p."""
+    near = tl.minimum(far, 80.0)
+    return _log1p(beta * _expm1(near)) + (far - near)
 
 
 @triton.jit
@@ -47,10 +48,14 @@ def _terms(x, y, beta, KIND: tl.constexpr):
         found = tl.where(q == 0.0, 0.0, q * (x - y))
     else:
         larger = tl.maximum(x, y)
-        apart, small, above, weight = _mixture(x, y, beta)
+        far = tl.minimum(x - y, y - x)
+        weight = tl.where(x >= y, beta, 1 - beta)
+        small = _expm1(far)
         ratio = 1 + small
-        fallen = tl.where(ratio == 0.0, 0.0, ratio * -tl.abs(apart))
-        found = tl.exp(larger) * (weight * fallen - (1 + weight * small) * above)
+        fallen = tl.where(ratio == 0.0, 0.0, ratio * far)
+        less = weight * small
+        # The mixture over the larger of both probabilities is 1 + less.
+        found = tl.exp(larger) * (weight * fallen - (1 + less) * _log1p(less))
         found = tl.where(larger == float("-inf"), 0.0, found)
     return found
 
@@ -132,11 +137,9 @@ def _jsd_backward(
             x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0, eviction_policy="evict_first")
             x = x.to(tl.float32)
             q = tl.exp(x)
-            if KIND == 1:
-                found = q * (x - y + 1)
-            else:
-                apart, _, above, _ = _mixture(x, y, beta)
-                found = (1 - beta) * q * (tl.minimum(apart, 0.0) - above)
+            found = q * (x - y + 1)
+            if KIND == 2:
+                found = (1 - beta) * q * -_over_student(y - x, beta)
             found = tl.where(q == 0.0, 0.0, found)
         tl.store(grad_ptrs, (found * factor).to(grad_ptr.dtype.element_ty), mask=inside)
 
