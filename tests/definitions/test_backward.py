@@ -36,8 +36,8 @@ WITH_SAVED_TENSORS = [
     "attention_sink_prefill_backward",
 ]  # fmt: skip
 """tests/verification/test_saved_tensors.py, and attention below"""
-OF_LOSSES = ["kl_div_backward", "jsd_backward", "grpo_loss_backward", "dpo_loss_backward"]
-"""tests/definitions/test_losses.py"""
+OF_LOSSES = ["kl_div_backward", "jsd_backward", "grpo_loss_backward", "dpo_loss_backward", "dropout_backward"]
+"""tests/definitions/test_losses.py and test_dropout.py"""
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
     "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",

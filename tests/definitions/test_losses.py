@@ -194,7 +194,7 @@ def test_dpo_of_equal_answers_is_the_logarithm_of_two(catalog: Catalog) -> None:
         assert margin.eq(0).all()
 
 
-def test_a_clipped_token_has_the_gradient_of_the_divergence_alone(catalog: Catalog) -> None:
+def test_a_clipped_token_has_no_gradient_without_a_divergence(catalog: Catalog) -> None:
     torch.manual_seed(0)
     logits, labels, advantages = torch.randn(2, 9), torch.tensor([3, 4]), torch.tensor([1.0, -1.0])
     numbers = {"temperature": 1.0, "beta": 0.0, "eps_low": 0.2, "eps_high": 0.2, "ignore_index": IGNORED}
