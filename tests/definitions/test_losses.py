@@ -13,11 +13,13 @@ from shipped_records import CATALOG
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.records.call import Call
+from tilegym_db.records.call import Call, differentiated
+from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
-from tilegym_db.verification.oracle import load_function, run_reference
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, run_lifted, run_reference
 
 IGNORED = -100
 INF = float("inf")
@@ -100,10 +102,121 @@ def test_the_fused_head_is_the_head_and_its_loss(catalog: Catalog) -> None:
         torch.testing.assert_close(value.double(), wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
+# -- distillation and preferences -----------------------------------------------------------------------------------------
+
+WITH_GRADIENTS = ["kl_div", "jsd", "grpo_loss", "dpo_loss"]
+
+
+def log_probabilities() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return tuple(torch.log_softmax(2 * torch.randn(7, 50), dim=-1) for _ in range(2))
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_gradients_of_losses_are_those_of_autograd_in_fp64(name: str, place: int, catalog: Catalog) -> None:
+    forward, backward = catalog.definition(name), catalog.definition(f"{name}_backward")
+    workload = [item for item in catalog.workloads_for(backward.name) if "tiny" in item.tags][place]
+    case = Case.of_workload(backward, workload, distribution="normal", seed=3)
+    given = draw_inputs(backward, case, "cpu")
+    missing = draw_inputs(forward, case, "cpu")
+    inputs = {key: given.get(key, missing[key]) for key in forward.inputs}
+    lift = {key: value.double() if is_floating(value) else value for key, value in inputs.items()}
+    wanted = differentiated(backward)
+    for key in wanted:
+        lift[key] = lift[key].clone().requires_grad_()
+    mode: Any = Lifted
+    with mode():
+        made = name_outputs(forward, load_function(forward.reference, name)(*lift.values()), lift, name)
+        want = torch.autograd.grad(made["loss"], [lift[key] for key in wanted], given["grad_loss"].double())
+    saved = {key: made[key].detach() for key in backward.saved}
+    found = run_lifted(backward, {key: saved.get(key, given[key]) for key in backward.inputs})
+    for key, value in zip(wanted, want, strict=True):
+        torch.testing.assert_close(found[GRADIENT + key], value, rtol=1e-9, atol=1e-9)
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@pytest.mark.parametrize("log_target", [True, False])
+def test_sums_of_kl_div_are_the_reductions_of_pytorch(log_target: bool, catalog: Catalog) -> None:
+    x, y = log_probabilities()
+    target = y if log_target else y.exp()
+    for run in functions(catalog, "kl_div"):
+        rows = run(x, target, log_target)
+        for found, reduction in ((rows.sum(), "sum"), (rows.mean(), "batchmean")):
+            want = F.kl_div(x.double(), target.double(), reduction=reduction, log_target=log_target)
+            torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("log_target", [True, False])
+def test_a_column_without_probability_adds_nothing(log_target: bool, catalog: Catalog) -> None:
+    x = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    target = torch.tensor([[1.0, 0.0, 0.0]])
+    for run in functions(catalog, "kl_div"):
+        found = run(x, target.log() if log_target else target, log_target)
+        torch.testing.assert_close(found, torch.tensor([0.5]).log().neg())
+
+
+@pytest.mark.parametrize(("beta", "first", "second"), [(0.0, 0, 1), (1.0, 1, 0)])
+def test_jsd_at_its_ends_is_a_divergence_of_either_direction(
+    beta: float, first: int, second: int, catalog: Catalog
+) -> None:
+    pair = log_probabilities()
+    labels = torch.tensor([0, IGNORED, 1, 2, IGNORED, 3, 4])
+    want = F.kl_div(pair[first], pair[second], reduction="none", log_target=True).sum(dim=-1)
+    want[labels == IGNORED] = 0
+    for run in functions(catalog, "jsd"):
+        torch.testing.assert_close(run(*pair, labels, beta, IGNORED), want)
+
+
+def test_jsd_is_symmetric_at_half_and_zero_for_equals(catalog: Catalog) -> None:
+    x, y = log_probabilities()
+    labels = torch.zeros(7, dtype=torch.long)
+    for run in functions(catalog, "jsd"):
+        torch.testing.assert_close(run(x, y, labels, 0.5, IGNORED), run(y, x, labels, 0.5, IGNORED))
+        assert run(x, x, labels, 0.3, IGNORED).abs().max() < 1e-6
+
+
+def test_jsd_of_banned_columns_is_finite(catalog: Catalog) -> None:
+    (run, _) = functions(catalog, "jsd")
+    x, y = torch.log(torch.tensor([[1.0, 0.0, 0.0]])), torch.log(torch.tensor([[0.0, 1.0, 0.0]]))
+    found = run(x, y, torch.zeros(1, dtype=torch.long), 0.5, IGNORED)
+    torch.testing.assert_close(found, torch.tensor([2.0]).log())
+
+
+def test_dpo_of_equal_answers_is_the_logarithm_of_two(catalog: Catalog) -> None:
+    logp = torch.tensor([-10.0, -300.0])
+    for run in functions(catalog, "dpo_loss"):
+        loss, margin = run(logp, logp, logp, logp, 0.1)
+        torch.testing.assert_close(loss, torch.full((2,), 2.0).log())
+        assert margin.eq(0).all()
+
+
+def test_a_clipped_token_has_no_gradient_without_a_divergence(catalog: Catalog) -> None:
+    torch.manual_seed(0)
+    logits, labels, advantages = torch.randn(2, 9), torch.tensor([3, 4]), torch.tensor([1.0, -1.0])
+    numbers = {"temperature": 1.0, "beta": 0.0, "eps_low": 0.2, "eps_high": 0.2, "ignore_index": IGNORED}
+    logp = torch.log_softmax(logits, dim=-1)[torch.arange(2), labels]
+    for clips, ratios in ((True, torch.tensor([1.5, 0.5])), (False, torch.tensor([0.5, 1.5]))):
+        old = logp - ratios.log()
+        saved = functions(catalog, "grpo_loss")[0](logits, labels, old, logp, advantages, *numbers.values())[1:]
+        for run in functions(catalog, "grpo_loss_backward"):
+            grad = run(logits, labels, *saved, old, logp, advantages, torch.ones(2), *numbers.values())
+            assert grad.abs().max(dim=-1).values.gt(0.1).tolist() == [not clips, not clips]
+
+
 # -- planted errors at vocabularies of models, through the gates that judge every kernel -------------------------------
 
-LOSSES = ["cross_entropy", "cross_entropy_backward", "cross_entropy_smoothed", "fused_linear_cross_entropy"]
-NUMBERS = {"ignore_index": IGNORED, "smoothing": 0.1, "z_weight": 1e-3}
+LOSSES = [
+    "cross_entropy", "cross_entropy_backward", "cross_entropy_smoothed", "fused_linear_cross_entropy",
+    "kl_div", "grpo_loss",
+]  # fmt: skip
+NUMBERS = {
+    "ignore_index": IGNORED, "smoothing": 0.1, "z_weight": 1e-3, "log_target": True, "temperature": 0.9, "beta": 0.1,
+    "eps_low": 0.2, "eps_high": 0.3,
+}  # fmt: skip
 KINDS = ("normal", "row_scale", "outliers", "small_integers", "one_hot", "constant_rows", "channels", "large")
 
 

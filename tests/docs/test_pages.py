@@ -20,6 +20,7 @@ PAGES = (
     "docs/how-to/write-a-kernel.md",
     "docs/how-to/ask-the-database.md",
     "docs/how-to/serve-a-model.md",
+    "docs/how-to/train-with-losses.md",
     "docs/how-to/interchange.md",
     "docs/how-to/measure.md",
     "docs/how-to/other-machines.md",

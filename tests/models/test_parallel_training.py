@@ -16,7 +16,7 @@ from tilegym_db import Catalog
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.sweep,
-    pytest.mark.turn("tilegym_db/models/training.py", "tests/parallel_gradients.py"),
+    pytest.mark.turn("tilegym_db/resolver/training.py", "tests/parallel_gradients.py"),
 ]
 
 SCRIPT = Path(__file__).parents[1] / "parallel_gradients.py"

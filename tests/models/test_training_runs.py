@@ -89,7 +89,7 @@ def test_loop_has_the_losses_of_stock(way: str, training_kernels: Catalog, build
     }
 
 
-@pytest.mark.turn("tilegym_db/models/training.py")  # runs of several steps; one step is compared daily
+@pytest.mark.turn("tilegym_db/resolver/training.py")  # runs of several steps; one step is compared daily
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("way", ["plain", "checkpointed in parts"])
 def test_adapters_have_the_losses_of_stock(

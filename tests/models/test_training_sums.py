@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_db import Catalog, patched
 from tilegym_db.models.parts.add_norm import DROPPED, LEAVES
-from tilegym_db.models.training import training_of
+from tilegym_db.resolver.training import training_of
 from tilegym_db.verification.check import catalog_findings
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

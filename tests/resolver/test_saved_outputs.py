@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.models.training import training_of
+from tilegym_db.ops.function import operator_function
+from tilegym_db.resolver.training import training_of
 
 ROWS, FACTORS = {"shape": ["M", "N"], "dtype": "float32"}, {"shape": ["M"], "dtype": "float32"}
 AXES = {"M": {"type": "var"}, "N": {"type": "var"}}
@@ -58,3 +59,55 @@ def test_saved_output_overwritten_before_backward_raises(training: Any) -> None:
     size.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_operator_function_has_the_gradients_of_kernels(shop: Any, training: Any) -> None:
+    function = operator_function(shop.definition("sized"), shop.catalog)
+    x = torch.randn(4, 8, requires_grad=True)
+    out, size = function(x)
+    assert float(size.min()) >= 1000
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    torch.testing.assert_close(grad, size[:, None].expand(4, 8))
+
+
+def test_operator_without_a_kernel_has_those_of_autograd(shop: Any, training: Any) -> None:
+    function = operator_function(shop.definition("sized"), shop.catalog)
+    x = torch.randn(4, 9, requires_grad=True)  # nothing is published for nine columns
+    out, size = function(x)
+    (grad,) = torch.autograd.grad(out.sum() + size.sum(), x)
+    size = x.detach().abs().sum(-1)
+    want = size[:, None] + (x.detach().sum(-1) + 1)[:, None] * x.detach().sign()
+    torch.testing.assert_close(grad, want)
+
+
+def test_kernel_serves_the_gradient_of_a_sum_of_losses(shop: Any) -> None:
+    """Autograd hands on one number, expanded over the rows, and no kernel is measured with that."""
+    grad_loss = {"x": ROWS, "grad_loss": FACTORS}
+    sources = {
+        "squares": (
+            "def run(x):\n    return (x * x).sum(-1)\n",
+            "def run(x, loss):\n    loss.copy_((x * x).sum(-1))\n",
+        ),
+        "squares_backward": (
+            "def run(x, grad_loss):\n    return 2 * x * grad_loss[:, None]\n",
+            "def run(x, grad_loss, grad_x):\n    grad_x.fill_(7)\n",
+        ),
+    }
+    shop.define("squares", axes=AXES, inputs={"x": ROWS}, outputs={"loss": FACTORS}, reference=sources["squares"][0])
+    shop.define(
+        "squares_backward",
+        axes=AXES,
+        inputs=grad_loss,
+        outputs={"grad_x": ROWS},
+        backward_of="squares",
+        reference=sources["squares_backward"][0],
+    )
+    entries = []
+    for name, (stock, kernel) in sources.items():
+        shop.add(name, f"{name}_stock", stock, role="baseline", provides="stock", destination_passing_style=False)
+        candidate = shop.candidate(shop.add(name, f"{name}_kernel", kernel))
+        entries += [shop.entry(name, {"M": m, "N": 8}, [candidate]) for m in (1, 64)]
+    shop.publish(entries)
+    x = torch.randn(4, 8, requires_grad=True)
+    operator_function(shop.definition("squares"), shop.catalog)(x).sum().backward()
+    assert x.grad.eq(7).all()

@@ -14,8 +14,8 @@ import torch
 from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from tilegym_db.models.training import Training
     from tilegym_db.resolver.dispatch import Dispatcher
+    from tilegym_db.resolver.training import Training
 
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"

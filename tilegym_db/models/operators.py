@@ -32,13 +32,13 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.models.call_site import CallSite, Operator
 from tilegym_db.models.probe import stock_function
-from tilegym_db.models.training import training_of
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import Serving
 from tilegym_db.records.dtypes import scalar_type
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate, allocate_of
 from tilegym_db.resolver.resolve import call_site, stock_launcher
+from tilegym_db.resolver.training import training_of
 
 NAMESPACE = "tilegym_db"
 

@@ -24,6 +24,7 @@ from tilegym_db.records.dtypes import scalar_type
 from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.resolver.training import Training, training_of
 from tilegym_db.verification.oracle import load_function, name_outputs
 
 # Python source, so that a compiler can look inside. It contains only names of inputs, which are identifiers.
@@ -250,10 +251,14 @@ class CatalogOperator:
         self._tensors = tuple(map(list(definition.inputs).index, definition.tensor_inputs))
         self._overwritten = tuple(map(list(definition.inputs).index, definition.in_place))
         self._backends: dict[str, tuple[Serve, Dispatcher]] = {}
+        self._training: tuple[Training | None] | None = None
         self._making = threading.Lock()
 
     def __call__(self, inputs: tuple[Any, ...], backend: str = AUTO) -> Any:
         """Return the outputs in the order of the Definition; an output written in place is the input itself.
+
+        If autograd records the call, a kernel serves it if another one is verified for the gradients. Otherwise autograd
+        records the operations of the reference.
 
         Raises:
             UsageError: an argument does not fit the Definition; the message names it.
@@ -267,7 +272,8 @@ class CatalogOperator:
                     f"{backend} has no derivative. Leave 'backend' out, or call it under torch.no_grad().",
                     code="derivative_missing",
                 )
-            return self.by_reference(inputs)
+            outputs = self._with_gradients(inputs) if backend == AUTO else None
+            return self.by_reference(inputs) if outputs is None else outputs
         return self.returned(inputs, self.written(inputs, backend))
 
     def written(self, inputs: tuple[Any, ...], backend: str) -> Any:
@@ -353,6 +359,23 @@ class CatalogOperator:
         made = self.allocate(*inputs)
         likes = made if isinstance(made, tuple) else (made,)
         return tuple(like.copy_(value) for like, value in zip(likes, outputs, strict=True))
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _with_gradients(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the outputs of a kernel if autograd records the call and a kernel is verified for its gradients, else None.
+
+        Transforms and forward derivatives need operations that they can see. An operator that overwrites an input has no
+        gradients.
+        """
+        if self.definition.in_place or forward_ad._current_level >= 0 or _functorch_level() is not None:
+            return None
+        with self._making:
+            if self._training is None:
+                self._training = (training_of(self.definition, self._catalog),)
+        (training,) = self._training
+        outputs = None if training is None else training.ask(inputs, training=True)
+        return None if isinstance(outputs, str) else outputs
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class _DefinitionPair:
 
     def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
         """Return position of an input -> its gradient, from the kept values of the call and the gradients of the outputs."""
-        given = [grads[item.position] if item.source == "gradient" else kept[item] for item in self._arguments]
+        given = [_whole(grads[item.position]) if item.source == "gradient" else kept[item] for item in self._arguments]
         found = None
         if not torch.is_grad_enabled() and not _is_watched(grads):
             found = self.serve_gradients(*given)
@@ -188,6 +188,11 @@ class _DefinitionPair:
         if torch.is_grad_enabled():
             return load_function(self._definition.reference, self._definition.name)
         return load_verified(self._stock, self._stock.digest)
+
+
+def _whole(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of one number a row as a tensor in memory: a sum of losses hands on one number, expanded."""
+    return grad.contiguous() if grad.dim() == 1 and not _dispatch_modes() else grad
 
 
 def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
