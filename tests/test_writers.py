@@ -19,10 +19,9 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.loop import journaled
 from tilegym_db.store.queries import count_traces
 from tilegym_db.store.sharing import SharedDataSet
-from tilegym_db.store.side_files import TuningStep, read_model_run
+from tilegym_db.store.side_files import TuningStep, journaled, read_model_run
 
 MOMENTS = 20
 ONE_OF = 5

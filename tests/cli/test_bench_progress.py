@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tilegym_db.cli.kit.progress import Progress
+from tilegym_db.cli.bench import Progress
 
 
 def test_bar_of_a_second_plan_starts_at_zero() -> None:

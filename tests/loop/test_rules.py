@@ -16,16 +16,15 @@ from tilegym_db.loop.architecture import above_light, definition_findings, share
 from tilegym_db.loop.from_model import Piece, coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.awards import claim_of, record_awards
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import loop_folder
+from tilegym_db.published.snapshot import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
-from tilegym_db.records.loop import Award, Experiment
-from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop import award_rows, journaled, read_patterns
 from tilegym_db.store.patterns import pattern_findings
+from tilegym_db.store.side_files import award_rows, journaled, read_patterns
 
 MakeTrace = Callable[..., Trace]
 

@@ -33,7 +33,7 @@ from tilegym_db.records import Definition, Trace
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.worker import WorkerHasNoMemory, WorkerProcess
-from tilegym_db.verification import contents
+from tilegym_db.verification import expected
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.inputs import BlobReader
 from tilegym_db.verification.session import Verification
@@ -249,7 +249,7 @@ def test_fresh_worker_that_ends_before_timing_costs_one_workload(plans, tmp_path
 
 @pytest.mark.nightly
 def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkeypatch):
-    expect, drawn, still_there = contents.make_oracle_case, [], []
+    expect, drawn, still_there = expected.make_oracle_case, [], []
 
     def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> OracleCase | None:
         if drawn:
@@ -261,7 +261,7 @@ def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkey
             raise torch.OutOfMemoryError("not enough memory")
         return expect(definition, case, device, blobs)
 
-    monkeypatch.setattr(contents, "make_oracle_case", short_of_memory)
+    monkeypatch.setattr(expected, "make_oracle_case", short_of_memory)
     traces = run(plans()[:1], tmp_path / "scratch", WIDE)
     assert sorted(trace.status for trace in traces) == ["PASSED"] * 6 + ["UNSUPPORTED"] * 2
     assert still_there

@@ -10,20 +10,20 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement import calibrate as module
+from tilegym_db.measurement import run_setup
 from tilegym_db.measurement.calibrate import (
     PeakCall,
     StopWatch,
     best_rate,
     calibrate,
     copy_candidates,
-    current_peaks,
     float32_precision,
     product_candidates,
     read_candidates,
 )
 from tilegym_db.measurement.machine import Machine, cpu_machine, select_machine
-from tilegym_db.published.input_files import own_peaks_files
+from tilegym_db.measurement.run_setup import current_peaks
+from tilegym_db.published.snapshot import own_peaks_files
 from tilegym_db.records.roofline import PRODUCT_DTYPES, GpuPeaks, Measured
 
 
@@ -149,7 +149,7 @@ def test_a_cpu_has_no_peaks(home):
 
 
 def test_unknown_gpu_is_calibrated_and_the_result_is_stored(home, monkeypatch):
-    monkeypatch.setattr(module, "calibrate", lambda machine: peaks())
+    monkeypatch.setattr(run_setup, "calibrate", lambda machine: peaks())
     h200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
     known = peaks(driver="1")
     assert current_peaks(h200, known, home) == known

@@ -18,9 +18,9 @@ from tilegym_db.measurement import runner
 from tilegym_db.measurement.runner import BufferPool
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.processes import descendants
-from tilegym_db.verification import contents as contents_module
+from tilegym_db.verification import expected as contents_module
 from tilegym_db.verification import worker_handle
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import WorkerHandle

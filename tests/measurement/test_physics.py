@@ -140,7 +140,7 @@ def test_uncalibrated_gpu_is_measured_and_the_report_says_so(make_catalog, tmp_p
     def fail(*arguments: object) -> None:
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
-    monkeypatch.setattr("tilegym_db.measurement.calibrate.current_peaks", fail)
+    monkeypatch.setattr("tilegym_db.measurement.run_setup.current_peaks", fail)
     report = bench(devices="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes

@@ -16,7 +16,7 @@ import torch
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import BaselineCheck, Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle

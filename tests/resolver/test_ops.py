@@ -15,12 +15,12 @@ from shipped_records import CATALOG
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_db
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
 from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.records import Definition
 from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 

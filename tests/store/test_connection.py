@@ -17,7 +17,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
-from tilegym_db.published.input_files import packed, trace_lines
+from tilegym_db.published.snapshot import packed, trace_lines
 from tilegym_db.store import connection as opening
 from tilegym_db.store import filling
 from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store

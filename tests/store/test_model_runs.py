@@ -12,14 +12,12 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
-from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
-from tilegym_db.records.loop import Experiment
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.published.snapshot import LOCK_NAME, MODELS_SUFFIX
+from tilegym_db.records.loop import Experiment, ModelRun
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import IngestReport
-from tilegym_db.store.loop import append
 from tilegym_db.store.publish import PublishReport, publish
-from tilegym_db.store.side_files import read_model_run, save_model_run
+from tilegym_db.store.side_files import append, read_model_run, save_model_run
 
 TINY = f"tiny{MODELS_SUFFIX}"
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"

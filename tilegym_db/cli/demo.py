@@ -136,8 +136,7 @@ def compile_for_hopper() -> int:
 def measure(machine: Machine, folder: Path, tokens: int) -> int:
     """Verify and time kernels on this machine, and publish them for the resolver (step 4)."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.bench import print_summary
-    from tilegym_db.cli.kit.progress import Progress
+    from tilegym_db.cli.bench import Progress, print_summary
     from tilegym_db.measurement.benchmark import bench
     from tilegym_db.sandbox.worker import best_level
     from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL

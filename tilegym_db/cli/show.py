@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.catalog.reader import OTHER_NAMES
 from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, schema_of, with_form, write_json, write_records
-from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
+from tilegym_db.cli.kit.options import complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
     note,

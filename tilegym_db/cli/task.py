@@ -137,7 +137,7 @@ def submit(
     from tilegym_db.loop.tasks import find_task
 
     asked = find_task(task)  # before the slow import of PyTorch
-    from tilegym_db.cli.kit.progress import Progress
+    from tilegym_db.cli.bench import Progress
     from tilegym_db.loop.submit import submit as judge
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from tilegym_db.backends.toolchains import interpreted_here, toolchain_status
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.reader import Catalog
 from tilegym_db.catalog.record_files import RECORD_NAME
@@ -42,7 +41,7 @@ from tilegym_db.interchange.adapt import (
 from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.paths import scratch_folder
-from tilegym_db.published.input_files import imported_folder
+from tilegym_db.published.snapshot import imported_folder
 from tilegym_db.records import Definition, Trace
 from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar
@@ -50,6 +49,7 @@ from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.verifier import Failure

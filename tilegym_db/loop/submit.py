@@ -32,7 +32,7 @@ from tilegym_db.measurement.drafts import candidate_root, with_candidates
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.input_files import loop_folder
+from tilegym_db.published.snapshot import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Solution, Trace, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
@@ -42,8 +42,8 @@ from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
-from tilegym_db.store.loop import append, loop_lock, traces_of_source
 from tilegym_db.store.queries import read_traces
+from tilegym_db.store.side_files import append, loop_lock, traces_of_source
 
 LOCK_TIMEOUT_S = 1.0
 

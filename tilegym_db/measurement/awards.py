@@ -22,7 +22,7 @@ from tilegym_db.records.verdicts import MIN_SPEEDUP, PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.connection import Store
-from tilegym_db.store.loop import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
+from tilegym_db.store.side_files import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")

@@ -39,7 +39,7 @@ from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import unfinished
 from tilegym_db.verification.add import Sources, read_draft
 from tilegym_db.verification.admission import require_returning_reference, trial_scalars
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
 from tilegym_db.verification.worker_handle import INTERPRETER, SCREEN, RunnerLimits, WorkerHandle
@@ -271,7 +271,8 @@ class DevSession:
         if not status.available:
             reason = f"{record.spec.language} cannot be used here: {status.detail}. Fix: {status.fix}"
             return replace(report, problem=Problem("compile", "toolchain_missing", reason))
-        require_returning_reference(self.catalog, definition)
+        if (file := self.catalog.untried(definition)) is not None:
+            require_returning_reference(definition, file)
         self._rounds += 1
         folder = self._scratch / str(self._rounds) / definition.op_type / definition.name / record.name
         try:

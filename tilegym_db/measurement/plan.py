@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.drafts import Draft
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
@@ -319,11 +319,7 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
             chosen.setdefault(definition, set()).update({name} | stock)
         else:
-            catalog.refuse_broken(name)
-            hint = did_you_mean(name, [*definitions, *catalog.solution_paths])
-            raise NotFoundError(
-                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
-            )
+            catalog.refuse_unknown((name,))
     selected = []
     # In the order of the names that were given: the first is wanted first. Without names, in that of the alphabet.
     for name, names in chosen.items():

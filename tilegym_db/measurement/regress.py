@@ -26,14 +26,13 @@ from tilegym_db.catalog.record_files import (
     solution_of_family,
     write_sources,
 )
-from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
+from tilegym_db.errors import NotFoundError, RecordError, UsageError
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
-from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import DevicesLike, Machine, parse_devices
 from tilegym_db.measurement.plan import Options, Plan
-from tilegym_db.measurement.run_setup import Observer, RunSetup, timing_budget
+from tilegym_db.measurement.run_setup import Observer, RunSetup, open_run, timing_budget
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import Interval, TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.paths import scratch_folder
@@ -77,9 +76,7 @@ def regress(
         UsageError: git is not installed, or the catalog is not in a repository.
     """
     watch = observer or Observer()
-    asked = parse_devices(devices)
-    with open_pool(asked, watch.starting) as pool:
-        setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
+    with open_run(parse_devices(devices), catalog, store_home, watch.starting) as (setup, pool):
         options = Options(workload=workload, quick=quick, force=True, tier="promotion")
         return _regress(setup, against, names, options, bars, watch, pool)
 
@@ -111,14 +108,7 @@ def _regress(
 
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
-    known = {*catalog.definitions, *catalog.solutions}
-    for name in names:
-        if name not in known:
-            catalog.refuse_broken(name)
-            hint = did_you_mean(name, known)
-            raise NotFoundError(
-                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
-            )
+    catalog.refuse_unknown(names)
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
 
 

@@ -37,8 +37,7 @@ from tilegym_db.catalog.record_files import (
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import PEAKS_NAME, definition_of, published_folders, trace_files
-from tilegym_db.published.snapshot import open_snapshot
+from tilegym_db.published.snapshot import PEAKS_NAME, definition_of, open_snapshot, published_folders, trace_files
 from tilegym_db.records.definition import (
     CODES_EQUAL,
     MIN_ELEMENTS_FOR_NORMS,

@@ -36,16 +36,17 @@ from tilegym_db.published.entries import (
     dtypes_key,
     entries_of,
 )
-from tilegym_db.published.input_files import (
+from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
+from tilegym_db.published.snapshot import (
     LOCK_NAME,
     PEAKS_NAME,
+    Snapshot,
     definition_of,
     is_trace_file,
+    open_snapshot,
     read_lines,
     trace_files,
 )
-from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
-from tilegym_db.published.snapshot import Snapshot, open_snapshot
 from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks

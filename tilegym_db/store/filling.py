@@ -20,8 +20,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
 from tilegym_db.published.checked import Checked
-from tilegym_db.published.input_files import imported_manifests, published_folders
-from tilegym_db.published.snapshot import RejectedLine
+from tilegym_db.published.snapshot import RejectedLine, imported_manifests, published_folders
 from tilegym_db.records import axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
@@ -53,13 +52,13 @@ from tilegym_db.store.journal import (
     load_traces,
     mark_newest,
 )
-from tilegym_db.store.loop import sync_loop
 from tilegym_db.store.side_files import (
     load_model_runs,
     load_tuning,
     peaks_rows,
     published_model_rows,
     published_tuning_rows,
+    sync_loop,
 )
 from tilegym_db.store.statements import fingerprints, views_fingerprint
 

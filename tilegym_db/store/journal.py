@@ -30,11 +30,12 @@ from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.checked import bounds_of
-from tilegym_db.published.input_files import is_packed, read_traces
 from tilegym_db.published.snapshot import (
     Batch,
     RejectedLine,
     Sorted,
+    is_packed,
+    read_traces,
     signed_line,
     sorted_files,
     sorted_snapshots,

@@ -18,22 +18,19 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any, TypeVar
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.errors import HardwareError, RecordError, TilegymDBError, UsageError
+from tilegym_db.errors import HardwareError, RecordError, TilegymDBError
 from tilegym_db.measurement.devices import ray_probe
 from tilegym_db.measurement.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.measurement.devices.pool import DevicePool, DeviceProcess, SupervisorLost
 from tilegym_db.measurement.devices.ray_parcels import ParcelStore, pack
 from tilegym_db.measurement.machine import (
-    Devices,
     GpuChoice,
     Machine,
     MeasuringDevice,
     Missing,
     Site,
     connected,
-    devices_of,
     max_devices,
-    names_cluster,
     parse_executor,
     share_processors,
 )
@@ -44,33 +41,6 @@ from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
-
-
-@contextlib.contextmanager
-def open_pool(devices: Devices, waiting: Callable[[str], None] = lambda what: None) -> Iterator[DevicePool | None]:
-    """Yield the supervisors of several devices, which start while this process plans; None if this process measures itself.
-
-    ``waiting`` is called with a description of a wait.
-
-    Raises:
-        HardwareError, UsageError: the devices or the cluster do not exist.
-        MissingPackageError: a cluster needs a package that is not installed.
-    """
-    if devices.executor is not None and names_cluster(devices.executor):
-        if isinstance(devices.gpus, tuple):
-            raise UsageError(
-                "devices of this host cannot be given to another executor; name a number of GPUs, or leave them out.",
-                code="devices_of_executor",
-            )
-        with cluster_pool(devices.executor, devices.gpus, devices.gpu, waiting) as pool:
-            yield pool
-        return
-    chosen = devices_of(devices)
-    if not chosen:
-        yield None
-        return
-    with host_pool(chosen) as pool:
-        yield pool
 
 
 def host_pool(devices: Sequence[MeasuringDevice]) -> DevicePool:

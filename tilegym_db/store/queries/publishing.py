@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.published.checked import source_key
 from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.connection import parsed
 from tilegym_db.store.side_files import TuningStep
