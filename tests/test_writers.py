@@ -210,6 +210,7 @@ def test_writer_that_races_itself_lands_or_is_refused_by_reason(name: str, place
     assert any(ending.kind == "done" for ending in (endings if name == "add_version" else same))
 
 
+@pytest.mark.turn("tilegym_db/catalog/writers.py", "tilegym_db/files.py")  # many processes
 @pytest.mark.slow
 def test_all_writers_at_once_all_land(place: Place):
     writers = [(name, f"{name}_{number}") for number, name in enumerate(WRITERS)]

@@ -101,6 +101,7 @@ def test_a_package_that_does_not_import_is_named(environment, tmp_path, module, 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.turn("tilegym_db/cli/doctor.py")  # a process with PyTorch
 def test_doctor_says_what_does_not_import_and_looks_at_the_rest(environment, tmp_path):
     (tmp_path / "duckdb").mkdir()
     (tmp_path / "duckdb" / "__init__.py").write_text("raise ImportError('undefined symbol')")

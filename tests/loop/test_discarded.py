@@ -167,6 +167,7 @@ def test_handing_in_what_the_loop_removed_puts_it_back(
     assert not list(candidate_root(home).glob("solutions/*/*/*"))
 
 
+@pytest.mark.turn("tilegym_db/loop/fit.py")  # publishes and discards
 @pytest.mark.parametrize("by_himself", [None, "for the user", "into the checkout"])
 def test_trial_keeps_what_the_user_published_after_the_discard(
     by_himself: str | None, row_scale: Path, home: Path, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_kernel_on_a_gpu_is_compiled_by_its_call_and_timed(catalog, kernel):
     assert report.speedup > 0
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py")  # several rounds; tests/cli/test_dev.py has one daily
 def test_rounds_of_one_session_find_each_fault(tried):
     wrong = tried(TRITON.replace("* factor\n", "* factor * 1.5\n"))
     assert cause(wrong)[0] == "check"
@@ -163,6 +164,7 @@ def test_folder_of_a_solution_is_tried_as_its_record_says(catalog):
     assert report.solution.name == "row_scale_stock"
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py")  # several rounds; tests/cli/test_dev.py has one daily
 def test_watch_picks_up_edits_of_kernel_and_shared_code(catalog, kernel, monkeypatch):
     (root,) = catalog.roots
     shared = root / "solutions/_lib/python/parts.py"

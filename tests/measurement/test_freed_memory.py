@@ -72,6 +72,7 @@ def test_failed_case_is_freed_with_its_error(monkeypatch: pytest.MonkeyPatch, dr
     assert held[0]() is None
 
 
+@pytest.mark.turn("tilegym_db/measurement/", "tilegym_db/sandbox/shared_buffers.py")  # whole bench runs
 def test_pool_that_cannot_be_filled_is_freed(monkeypatch: pytest.MonkeyPatch, drawn: WorkloadContents) -> None:
     before = descriptors()
     monkeypatch.setattr(runner, "fill_slot", no_memory)
@@ -80,6 +81,7 @@ def test_pool_that_cannot_be_filled_is_freed(monkeypatch: pytest.MonkeyPatch, dr
     assert descriptors() == before
 
 
+@pytest.mark.turn("tilegym_db/measurement/", "tilegym_db/sandbox/shared_buffers.py")  # whole bench runs
 def test_worker_unmaps_a_call_that_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch,
     drawn: WorkloadContents,

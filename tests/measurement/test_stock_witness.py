@@ -65,6 +65,7 @@ def verified(subject: Verification) -> VerifiedWorkload | Failure:
     return subject.verify(contents, [workload], SEED, cache)
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py")  # a whole bench run
 def test_case_that_stock_code_fails_too_is_dropped_with_a_note(make: Any) -> None:
     stock = make("scaled_stock", NAN_AT_INFINITY, role="baseline", provides="stock")
     subject = make("scaled_same", NAN_AT_INFINITY)

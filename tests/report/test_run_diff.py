@@ -85,6 +85,7 @@ def test_two_runs_differ_if_one_is_slower_or_lacks_a_measurement(two: Store) -> 
     assert [name for name, *_ in diff.circumstances] == ["triton"]
 
 
+@pytest.mark.turn("tilegym_db/report/")  # fills a database
 def test_a_run_against_itself_has_no_difference(two: Store) -> None:
     diff = read_diff(two, A, A)
     assert {one.change for one in diff.differences} == {"not known"}

@@ -66,6 +66,7 @@ def shipped(tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
     return root
 
 
+@pytest.mark.turn("tilegym_db/published/checked.py")  # fills two databases
 def test_the_list_fills_the_database_as_judging_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_list = rows_of(Catalog((shipped_root(),)))
     monkeypatch.setattr(checked, "checked_file", lambda: tmp_path / "none.json")

@@ -59,6 +59,7 @@ def test_best_of_one_operator_does_not_read_the_others(store: Store) -> None:
     assert seconds(lambda: best_rows(store, "rms_norm", for_table=True)) < 1.0
 
 
+@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/")  # stores of many traces
 def test_first_rows_of_every_operator_come_quickly(store: Store) -> None:
     assert seconds(lambda: best_rows(store, limit=2001, for_table=True)) < 3.0
 

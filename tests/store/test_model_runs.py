@@ -129,6 +129,7 @@ def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None
 ORIGINS = "SELECT run_id, origin, trusted FROM model_runs ORDER BY run_id"
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 @pytest.mark.parametrize("edit", [('"layers": 2', '"layers": 3'), ('"signature": "', '"signature": "0')])
 def test_edited_run_is_foreign_until_the_user_trusts_it(
     opened: Any, home: Path, catalog: Catalog, edit: tuple[str, str]
@@ -234,6 +235,7 @@ def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, hom
     }
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 def test_published_runs_fill_a_fresh_store_with_one_row_each(
     published: Any, opened: Any, home: Path, tmp_path: Path
 ) -> None:
@@ -248,6 +250,7 @@ def test_published_runs_fill_a_fresh_store_with_one_row_each(
     assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["two"]  # it is in this home
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -265,6 +268,7 @@ def test_published_file_that_differs_from_its_lock_is_not_used(
     assert [str(path) in record.getMessage() and said in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 def test_line_that_is_no_run_of_its_gpu_is_named_and_left_out(
     published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any
 ) -> None:

@@ -128,6 +128,7 @@ def test_pass_doubted_later_gives_its_mark_to_the_one_before(opened, root, home,
         assert [row["latency_us"] for row in best_rows(store)] == [50.0]
 
 
+@pytest.mark.turn("tilegym_db/store/")  # fills a database
 def test_a_database_that_is_made_anew_has_the_marks(opened, home, catalog, write_traces, trace, tmp_path):
     from tilegym_db.store.journal import Journal
 
