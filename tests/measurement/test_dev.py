@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
-from tilegym_db.measurement.dev import DevOptions, DevReport, DevSession, choose_workload, kernel_rounds, try_kernel
+from tilegym_db.measurement.dev import DevOptions, DevReport, DevSession, choose_workload, kernel_rounds
 from tilegym_db.records import Solution
 
 PYTHON = "def run(x, weight, factor):\n    return x * weight * factor\n"
@@ -35,6 +37,11 @@ def run(x, weight, factor, out):
 TINY = {"axes": {"M": 4, "N": 8}, "tags": ["tiny"]}
 SMALL = {"axes": {"M": 9, "N": 32}, "tags": ["tiny"]}
 MODEL = {"axes": {"M": 2, "N": 8}, "tags": ["stage:decode"]}
+
+
+def try_kernel(path: Path, definition: str | None = None, *, catalog: Catalog, **options: Any) -> DevReport:
+    with contextlib.closing(kernel_rounds(DevOptions(path, definition, **options), catalog=catalog)) as rounds:
+        return next(rounds)
 
 
 @pytest.fixture

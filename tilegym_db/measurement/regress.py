@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -102,8 +102,7 @@ def _regress(
     if pairs.changed:
         with scratch_folder() as folder:
             own_bars = bars or bars_for(setup.machine.gpu)
-            session = _Comparison(setup, report, own_bars, folder, observer, pool)
-            session.run(pairs.changed, options)
+            _Comparison(setup, report, own_bars, folder, observer, pool).run(pairs.changed, options)
     return report
 
 
@@ -460,21 +459,17 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
     Raises:
         NotFoundError: no catalog of the chosen Solutions has the revision.
     """
-    histories, pairs, unknown = _Histories(), Pairs(), []
+    history_of, pairs, unknown = cache(SourceHistory), Pairs(), []
     for solution in chosen:
         try:
-            history = histories.of(solution)
+            history = history_of(solution.root)
             commit = history.commit(revision)
             if commit is None:
                 raise UsageError(f"{history.root} has no revision '{revision}'", code="revision_unknown")
-        except UsageError as error:
-            pairs.leave_out(solution, "not comparable", str(error))
-            unknown.append(str(error))
-            continue
-        try:
             old = history.at(commit, solution)
-        except RecordError as error:
+        except (UsageError, RecordError) as error:
             pairs.leave_out(solution, "not comparable", str(error))
+            unknown += [str(error)] if isinstance(error, UsageError) else []
             continue
         if old is None:
             pairs.leave_out(solution, "not comparable", f"did not exist at {revision}")
@@ -497,7 +492,7 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
     Raises:
         NotFoundError: the run measured none of the chosen Solutions.
     """
-    histories, pairs = _Histories(), Pairs()
+    history_of, pairs = cache(SourceHistory), Pairs()
     concerned = [solution for solution in chosen if solution.name in measured]
     if not concerned:
         raise NotFoundError(
@@ -510,7 +505,7 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
             pairs.leave_out(solution, "unchanged", f"the same source and spec as in run {run_id}")
             continue
         try:
-            old = histories.of(solution).with_digest(solution, digest)
+            old = history_of(solution.root).with_digest(solution, digest)
         except UsageError as error:
             pairs.leave_out(solution, "not comparable", str(error))
             continue
@@ -522,19 +517,6 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
         else:
             pairs.changed.append(Pair(solution, old))
     return pairs
-
-
-class _Histories:
-    """One :class:`SourceHistory` per root of the catalog."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, SourceHistory] = {}
-
-    def of(self, solution: SolutionFiles) -> SourceHistory:
-        root = solution.root
-        if root not in self._known:
-            self._known[root] = SourceHistory(root)
-        return self._known[root]
 
 
 # ---- history --------------------------------------------------------------------------------------
@@ -567,7 +549,10 @@ class SourceHistory:
             UsageError: git is not installed, or the folder is not in a repository.
         """
         self.root = root
-        self._git("rev-parse", "--git-dir", why=f"{root} has no history to compare with")
+        answer = self._run("rev-parse", "--git-dir")
+        if answer.returncode != 0:
+            said = answer.stderr.decode(errors="replace").strip()
+            raise UsageError(f"{root} has no history to compare with: {said}", code="git_failed")
 
     def commit(self, revision: str) -> str | None:
         """Return the commit id of a revision (a branch, a tag, ``HEAD~3``, ...), or None."""
@@ -626,12 +611,6 @@ class SourceHistory:
     def _try(self, *arguments: str) -> bytes | None:
         answer = self._run(*arguments)
         return answer.stdout if answer.returncode == 0 else None
-
-    def _git(self, *arguments: str, why: str) -> bytes:
-        answer = self._run(*arguments)
-        if answer.returncode != 0:
-            raise UsageError(f"{why}: {answer.stderr.decode(errors='replace').strip()}", code="git_failed")
-        return answer.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         # In a git hook, environment variables may point to another repository.

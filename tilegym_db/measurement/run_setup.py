@@ -191,34 +191,20 @@ def timing_budget(options: Options) -> TimingBudget:
     return TimingBudget.quick() if options.quick else TimingBudget()
 
 
-def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPeaks | None:
-    """Return this machine's peaks: the known ones, else measure them now and store them under ``home``; None on a CPU.
+def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
+    """Return the peaks of a GPU, the known ones or those that are measured and stored now; or None and a remark if that fails.
 
-    Args:
-        machine: the machine that measures.
-        known: peaks measured here before, with this device and driver. Published peaks are those of another machine; times
-            measured here are not compared with them.
-        home: folder of the store.
-
-    Raises:
-        HardwareError, RecordError: as :func:`calibrate`.
+    A failed calibration does not stop the measurement. A CPU has no peaks. Published peaks are those of another machine, so times
+    measured here are not compared with them.
     """
     if not machine.is_gpu or known is not None:
-        return known
-    found = calibrate(machine)
-    save_peaks(found, home)
-    return found
-
-
-def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
-    """Return :func:`current_peaks` and no remark; or None and a remark if the GPU could not be calibrated.
-
-    A failed calibration does not stop the measurement.
-    """
+        return known, []
     try:
-        return current_peaks(machine, known, home), []
+        found = calibrate(machine)
+        save_peaks(found, home)
     except (HardwareError, RecordError, RuntimeError, OSError) as error:  # any error of the driver
         return None, [f"the traces have no speed of light and no physics floor: {error}"]
+    return found, []
 
 
 def unusable_languages() -> dict[str, str]:
