@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.resolver import resolve
+from tilegym_db.resolver.resolve import resolve
 
 
 def definition_file(overlay: Path) -> Path:

@@ -31,7 +31,7 @@ def store(home: Path):
 
 
 def kernel_traces(store: Store) -> list[Trace]:
-    from tilegym_db.store.queries import read_traces
+    from tilegym_db.store.queries.measured import read_traces
 
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 

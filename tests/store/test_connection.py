@@ -23,7 +23,7 @@ from tilegym_db.store import filling
 from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
+from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
 
 NOBODY = 65534

@@ -21,7 +21,7 @@ from tilegym_db.store import connection as opening
 from tilegym_db.store import journal as journals
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
-from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
+from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 
 INGESTER = """
 import sys

@@ -12,7 +12,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.page import page, read_report
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.queries import best_rows, count_unverified, leaderboard_rows, measured_gpus
+from tilegym_db.store.queries.measured import best_rows, count_unverified, leaderboard_rows, measured_gpus
 
 pytestmark = pytest.mark.slow
 

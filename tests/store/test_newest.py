@@ -10,7 +10,7 @@ import pytest
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.filling import ingest, rebuild
-from tilegym_db.store.queries import best_rows
+from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.statements import TRUST_FOREIGN
 
 MARKED = "SELECT trace_id FROM trace_records WHERE is_newest ORDER BY timestamp"

@@ -11,7 +11,7 @@ from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.store.filling import ingest, overrule, rebuild
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import best_rows, find_traces
+from tilegym_db.store.queries.measured import best_rows, find_traces
 
 WRONG = "INCORRECT_NUMERICAL"
 

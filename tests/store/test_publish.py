@@ -13,7 +13,7 @@ from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish, published_folder
-from tilegym_db.store.queries import publishable_rows
+from tilegym_db.store.queries.publishing import publishable_rows
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.published.shared_tables import hidden
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import best_rows
+from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_set, share_traces, sync_traces
 
 BATCHES, ROWS = 16, 20

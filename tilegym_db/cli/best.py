@@ -58,7 +58,7 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
+    from tilegym_db.store.queries.measured import best_rows, measured_gpus, size_rows
 
     sizes, spoken, catalog = parse_axes(axes), _spoken(language), Catalog.default()
     if name is not None and name not in catalog.definition_paths:
@@ -245,7 +245,7 @@ def rank_solutions(
     form: Form, name: str | None, op_type: str | None, chosen: str | None, *, trust: bool, spark: bool | None
 ) -> None:
     """Print the view ``leaderboard``. Raise :class:`NoSolutionError` if nothing is verified."""
-    from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
+    from tilegym_db.store.queries.measured import leaderboard_rows, measured_gpus, size_rows
 
     with open_reader(trust=trust) as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
@@ -389,7 +389,7 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
 
 def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exception:
     """Return the error if no size has a verified trace of both solutions."""
-    from tilegym_db.store.queries import measured_gpus
+    from tilegym_db.store.queries.measured import measured_gpus
 
     where = f" on {gpu}" if gpu else ""
     return NoSolutionError(

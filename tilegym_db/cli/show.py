@@ -100,7 +100,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
     from tilegym_db.records.text import binding_key, explain_command
-    from tilegym_db.store.queries import leaderboard_rows, size_rows
+    from tilegym_db.store.queries.measured import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
     with open_reader() as store:
@@ -160,7 +160,7 @@ def _tensor(name: str, spec: TensorSpec) -> str:
 
 def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None) -> None:
     """Print a Solution, its source, and its latest traces."""
-    from tilegym_db.store.queries import size_rows, traces_of
+    from tilegym_db.store.queries.measured import size_rows, traces_of
 
     with open_reader() as store:
         traces, schema = traces_of(store, solution.name), schema_of(form, store, "traces")
@@ -250,7 +250,7 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
     Raises:
         NotFoundError: the name is neither in the catalog nor in the database.
     """
-    from tilegym_db.store.queries import history_of_passes
+    from tilegym_db.store.queries.measured import history_of_passes
 
     with open_reader() as store:
         passes, schema = history_of_passes(store, name), schema_of(form, store, "history")
@@ -343,7 +343,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     Raises:
         UsageError: several ids have this prefix.
     """
-    from tilegym_db.store.queries import find_traces
+    from tilegym_db.store.queries.measured import find_traces
 
     if len(trace_id) < MIN_PREFIX:
         return False

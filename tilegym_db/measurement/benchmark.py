@@ -45,14 +45,8 @@ from tilegym_db.records.trace import new_run_id
 from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import function_source, language_of
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import (
-    disagreements,
-    done_keys,
-    failed_screen,
-    likely_fastest_of,
-    read_peaks,
-    tuned_configs,
-)
+from tilegym_db.store.queries.measured import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
+from tilegym_db.store.queries.publishing import disagreements
 from tilegym_db.verification.inputs import draws_spread
 from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
 

@@ -38,7 +38,7 @@ from tilegym_db.measurement.timing import Interval, TimedCandidate, TimingBudget
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.hardware import CPU
-from tilegym_db.store.queries import solutions_of_run
+from tilegym_db.store.queries.measured import solutions_of_run
 from tilegym_db.verification.worker_handle import SCREEN
 
 BEFORE, CONTROL = ".before", ".control"

@@ -24,7 +24,7 @@ from tilegym_db.published.snapshot import RejectedLine, imported_manifests, publ
 from tilegym_db.records import axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
-from tilegym_db.store import queries, statements
+from tilegym_db.store import statements
 from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
@@ -52,6 +52,7 @@ from tilegym_db.store.journal import (
     load_traces,
     mark_newest,
 )
+from tilegym_db.store.queries import measured
 from tilegym_db.store.side_files import (
     load_model_runs,
     load_tuning,
@@ -292,14 +293,14 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
     """
     if not reason.strip():
         raise UsageError("a failure is overruled for a reason only: --because 'TEXT'.", code="reason_missing")
-    found = queries.find_traces(store, trace_id.lower(), most=2)
+    found = measured.find_traces(store, trace_id.lower(), most=2)
     if not trace_id or not found:
         raise NotFoundError(f"no trace '{trace_id}'. Try: tilegym-db sql \"FROM revocations\"", code="trace_unknown")
     if len(found) > 1:
         raise UsageError(
             f"several traces have an id that starts with '{trace_id}'. Give more characters.", code="trace_ambiguous"
         )
-    (failed,) = queries.read_traces(store, [found[0]["trace_id"]]).values()
+    (failed,) = measured.read_traces(store, [found[0]["trace_id"]]).values()
     if failed.status in ("PASSED", "UNSUPPORTED", "OVERRULED"):
         raise UsageError(
             f"trace {failed.trace_id} is {failed.status}, which takes nothing back. Give the failure: "

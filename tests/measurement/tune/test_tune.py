@@ -25,7 +25,8 @@ from tilegym_db.records.solution import config_id
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import best_rows, publishable_rows, tuned_configs
+from tilegym_db.store.queries.measured import best_rows, tuned_configs
+from tilegym_db.store.queries.publishing import publishable_rows
 from tilegym_db.store.side_files import TuningStep, read_tuning_steps
 
 STOCK = """def run(x, weight, factor, out):

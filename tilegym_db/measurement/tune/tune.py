@@ -38,7 +38,7 @@ from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
+from tilegym_db.store.queries.measured import done_keys, failed_screen, tuned_configs
 from tilegym_db.store.side_files import TuningLog, TuningStep, read_tuning_steps
 from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
