@@ -38,7 +38,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 
 ROOT = Path(__file__).resolve().parents[1]
 JUDGES = ("backends", "measurement", "records", "sandbox", "verification")

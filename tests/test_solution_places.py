@@ -16,7 +16,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.record_files import FAMILY_NAME, record_paths
 from tilegym_db.errors import ConflictError, RecordError
-from tilegym_db.published.snapshot import record_files
+from tilegym_db.published.input_files import record_files
 from tilegym_db.records import Solution
 from tilegym_db.store.statements import fingerprint
 

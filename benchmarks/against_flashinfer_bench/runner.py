@@ -27,7 +27,7 @@ from typing import Any
 from tilegym_db.catalog import Catalog
 from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
 from tilegym_db.interchange.importing import folder_beside, write_tree
-from tilegym_db.published.snapshot import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records.hardware import gpu_slug, same_gpu
 from tilegym_db.store.journal import read_journal
 

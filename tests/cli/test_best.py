@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tilegym_db.published.snapshot import read_traces
+from tilegym_db.published.input_files import read_traces
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tilegym_db.cli import doctor
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement import machine
 from tilegym_db.measurement.machine import Machine
-from tilegym_db.published.snapshot import own_peaks_files
+from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import GpuPeaks
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")

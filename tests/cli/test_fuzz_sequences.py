@@ -355,7 +355,8 @@ class Sequences(RuleBasedStateMachine):
 
     def published_is_whole(self) -> None:
         """Check that the published folder is one of its lock, and holds traces that were measured."""
-        from tilegym_db.published.snapshot import open_snapshot, published_folders, read_traces, trace_files
+        from tilegym_db.published.input_files import published_folders, read_traces, trace_files
+        from tilegym_db.published.snapshot import open_snapshot
 
         (folder,) = published_folders(Catalog((self.root,), warns=False))
         snapshot, files = open_snapshot(folder, self.home), trace_files(folder)

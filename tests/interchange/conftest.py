@@ -24,7 +24,7 @@ from foreign_sets import (
 from tilegym_db.catalog import Catalog
 from tilegym_db.interchange.flashinfer_export import Export, build_export
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import Trace
 from tilegym_db.store.journal import read_journal
 

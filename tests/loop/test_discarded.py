@@ -21,7 +21,7 @@ from tilegym_db.loop.submit import enter, leave, submit
 from tilegym_db.loop.tasks import discarded
 from tilegym_db.measurement.drafts import candidate_root
 from tilegym_db.measurement.machine import cpu_machine
-from tilegym_db.published.snapshot import unpacked
+from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Estimate, Experiment, Task
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals

@@ -18,7 +18,7 @@ from tilegym_db.files import hold_lock
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import tasks_table
-from tilegym_db.published.snapshot import loop_folder
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Task
 from tilegym_db.store import side_files
 from tilegym_db.store.connection import open_store

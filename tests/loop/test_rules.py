@@ -16,7 +16,7 @@ from tilegym_db.loop.architecture import above_light, definition_findings, share
 from tilegym_db.loop.from_model import Piece, coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.awards import claim_of, record_awards
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import loop_folder
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id

@@ -23,7 +23,7 @@ from tilegym_db.measurement.calibrate import (
 )
 from tilegym_db.measurement.machine import Machine, cpu_machine, select_machine
 from tilegym_db.measurement.run_setup import peaks_or_reason
-from tilegym_db.published.snapshot import own_peaks_files
+from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import PRODUCT_DTYPES, GpuPeaks, Measured
 
 

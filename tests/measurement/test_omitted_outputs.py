@@ -14,7 +14,7 @@ from tilegym_db.errors import TilegymDBError, UsageError
 from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.instruments.calls import arguments_of
 from tilegym_db.measurement.reproduce import reproduce
-from tilegym_db.published.snapshot import read_traces, trace_files
+from tilegym_db.published.input_files import read_traces, trace_files
 from tilegym_db.records import Trace
 from tilegym_db.records.call import Call
 from tilegym_db.records.solution import narrowed

@@ -9,7 +9,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import definition_of, read_lines, trace_files
+from tilegym_db.published.input_files import definition_of, read_lines, trace_files
 from tilegym_db.records import Definition
 from tilegym_db.records.roofline import GpuPeaks, Measured, below_floor, product_ceiling, sol_ratio, speed_of_light
 

@@ -15,8 +15,8 @@ from shipped_records import CATALOG
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published import snapshot
-from tilegym_db.published.snapshot import (
+from tilegym_db.published import input_files
+from tilegym_db.published.input_files import (
     definition_of,
     packed,
     read_lines,
@@ -126,6 +126,6 @@ def test_damaged_file_is_named(content: bytes) -> None:
 
 
 def test_file_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_BYTES", 1000)
+    monkeypatch.setattr(input_files, "MAX_BYTES", 1000)
     with raises(RecordError, "file_too_large", "a file"):
         read_traces(packed(b" " * 1001), "a file")

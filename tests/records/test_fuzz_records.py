@@ -24,7 +24,7 @@ from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import read_lines
+from tilegym_db.published.input_files import read_lines
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.loop import ModelRun
 from tilegym_db.records.roofline import GpuPeaks

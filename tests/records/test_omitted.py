@@ -12,7 +12,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.solution import narrowed, signature_problem
 from tilegym_db.store.journal import read_journal

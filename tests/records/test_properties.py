@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import read_traces
+from tilegym_db.published.input_files import read_traces
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
 from tilegym_db.records.definition_parts import layout_class, layout_strides, parse_layout

@@ -8,7 +8,7 @@ import pytest
 from model_runs import model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.published.snapshot import published_model_files
+from tilegym_db.published.input_files import published_model_files
 from tilegym_db.records.loop import ModelRun
 from tilegym_db.report.page import ReportData, reproduce_command
 from tilegym_db.report.weekly import FEW, weekly

@@ -12,7 +12,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import LOCK_NAME, packed
+from tilegym_db.published.input_files import LOCK_NAME, packed
 from tilegym_db.published.table import load_table
 
 

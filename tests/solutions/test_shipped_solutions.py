@@ -15,7 +15,7 @@ from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
 from tilegym_db.measurement.benchmark import bench
-from tilegym_db.published.snapshot import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.journal import read_journal
 

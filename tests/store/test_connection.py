@@ -17,7 +17,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
-from tilegym_db.published.snapshot import packed, trace_lines
+from tilegym_db.published.input_files import packed, trace_lines
 from tilegym_db.store import connection as opening
 from tilegym_db.store import filling
 from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store
@@ -501,7 +501,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
     open_store(home, read_only=True, catalog=Catalog((root,))).close()
     code = (
         "import sys\nfrom pathlib import Path\nfrom tilegym_db.catalog import Catalog\n"
-        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries import best_rows\n"
+        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries.measured import best_rows\n"
         f"with open_store(Path({str(home)!r}), read_only=True, catalog=Catalog((Path({str(root)!r}),))) as store:\n"
         "    best_rows(store)\n"
         "slow = {'filling', 'definition', 'solution', 'trace', 'workload'}\n"

@@ -12,7 +12,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
-from tilegym_db.published.snapshot import LOCK_NAME, MODELS_SUFFIX
+from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
 from tilegym_db.records.loop import Experiment, ModelRun
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import IngestReport

@@ -12,7 +12,8 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.published.snapshot import KEY_NAME, imported_manifests, own_tuning_files, signature
+from tilegym_db.published.input_files import imported_manifests, own_tuning_files
+from tilegym_db.published.snapshot import KEY_NAME, signature
 from tilegym_db.records.loop import Task
 from tilegym_db.store import connection
 from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store, writer_lock

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from published_tables import lock_folder
 
-from tilegym_db.published.snapshot import own_peaks_files
+from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.publish import publish

@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import NotFoundError, StoreError
-from tilegym_db.published.snapshot import LOCK_NAME
+from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import read_journal

@@ -14,8 +14,9 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_shared_tables
+from tilegym_db.published.input_files import LOCK_NAME, packed, unpacked
 from tilegym_db.published.shared_tables import SharedPlace, tables_in
-from tilegym_db.published.snapshot import LOCK_NAME, packed, sha256, signed_line, unpacked
+from tilegym_db.published.snapshot import sha256, signed_line
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Trace
 from tilegym_db.resolver.explain import shared_tables

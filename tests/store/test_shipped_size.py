@@ -15,7 +15,7 @@ from published_tables import lock_folder
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root, use_root
 from tilegym_db.published import table as tables
-from tilegym_db.published.snapshot import TUNING_FOLDER, definition_of, read_lines, shipped_traces, trace_files
+from tilegym_db.published.input_files import TUNING_FOLDER, definition_of, read_lines, shipped_traces, trace_files
 from tilegym_db.published.table import load_table
 
 ROOT = shipped_root()

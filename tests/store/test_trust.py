@@ -12,7 +12,8 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, RecordError
-from tilegym_db.published.snapshot import KEY_NAME, LOCK_NAME, open_snapshot, signed_line, sorted_snapshots
+from tilegym_db.published.input_files import LOCK_NAME
+from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line, sorted_snapshots
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store

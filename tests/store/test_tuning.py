@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
-from tilegym_db.published.snapshot import read_lines
+from tilegym_db.published.input_files import read_lines
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish
 from tilegym_db.store.side_files import TuningLog, TuningStep, read_tuning_steps

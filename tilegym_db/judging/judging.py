@@ -41,7 +41,7 @@ from tilegym_db.interchange.adapt import (
 from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.paths import scratch_folder
-from tilegym_db.published.snapshot import imported_folder
+from tilegym_db.published.input_files import imported_folder
 from tilegym_db.records import Definition, Trace
 from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar

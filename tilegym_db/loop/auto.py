@@ -37,7 +37,7 @@ from tilegym_db.loop.from_model import (
 from tilegym_db.loop.submit import DELIVERABLE, other_files, submit, withdraw
 from tilegym_db.loop.tasks import create_task, discarded, last_attempt, prompt_of, verdicts
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.snapshot import LOCK_NAME, loop_folder, read_lines, trace_files
+from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, ModelRun, Task, identified
 from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store.connection import open_store

@@ -32,7 +32,7 @@ from tilegym_db.measurement.drafts import candidate_root, with_candidates
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.snapshot import loop_folder
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Solution, Trace, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict

@@ -12,8 +12,8 @@ from typing import Any
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine
-from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.entries import why_unconfined
+from tilegym_db.published.snapshot import shipped_keys, source_key
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id

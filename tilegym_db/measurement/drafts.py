@@ -16,7 +16,7 @@ from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.paths import home as default_home
 from tilegym_db.paths import scratch_folder
-from tilegym_db.published.snapshot import loop_folder
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution
 from tilegym_db.scaffold.solution_draft import language_of
 from tilegym_db.verification.add import Sources, read_draft

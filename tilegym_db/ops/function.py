@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NoSolutionError, UsageError
-from tilegym_db.published.snapshot import published_folders
+from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.records.call import bind_call

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.published.checked import shipped_keys, source_key
-from tilegym_db.published.snapshot import damaged
+from tilegym_db.published.input_files import damaged
+from tilegym_db.published.snapshot import shipped_keys, source_key
 from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
@@ -100,7 +100,7 @@ def entries_of(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> 
     """Return the passes of a trace file. Entries are built when their dtype binding is first used; errors name ``path``.
 
     Args:
-        traces: the lines of the file (:func:`tilegym_db.published.snapshot.read_lines`).
+        traces: the lines of the file (:func:`tilegym_db.published.input_files.read_lines`).
         path: the file.
         origin: of the folder: ``shipped``, ``local`` or ``foreign``.
 

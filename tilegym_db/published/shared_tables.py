@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import remove_tree
-from tilegym_db.published.snapshot import FOLDER, LOCK_NAME, Snapshot, is_signed, open_snapshot, signature
+from tilegym_db.published.input_files import FOLDER, LOCK_NAME
+from tilegym_db.published.snapshot import Snapshot, is_signed, open_snapshot, signature
 from tilegym_db.records.text import shown
 
 SOURCE_NAME, TRUST_NAME = "source.json", "trusted"

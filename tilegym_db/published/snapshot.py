@@ -1,4 +1,4 @@
-"""The published files of one GPU, ``traces/<gpu>/``: their places, format and lock (their digests, and a signature).
+"""The published files of one GPU, ``traces/<gpu>/``, and their lock; and the list of files that were valid at release.
 
 The lock of the package's own traces is part of the package. Any other lock counts only with the signature of this
 installation. A folder from elsewhere is foreign and is used only if the user trusts it. A file that differs from its
@@ -12,38 +12,56 @@ identify a person: any process that can read the key can sign.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import hmac
-import io
-import json
+import math
 import os
 import re
 import secrets
 import shlex
 import tempfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
 
-from tilegym_db.catalog.record_files import library_files, solution_folders
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.record_files import (
+    CHECKED_RECORDS,
+    content_of_family,
+    family_content,
+    file_of,
+    of_family_file,
+    read_sources,
+)
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import MiB, read_bytes, regular_files
-from tilegym_db.paths import home as default_home
+from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import (
+    LOCK_NAME,
+    PEAKS_NAME,
+    definition_of,
+    is_packed,
+    published_folders,
+    trace_files,
+    unpacked,
+)
 from tilegym_db.records.base import Record
-from tilegym_db.records.text import NAME_PATTERN, canonical_json
-
-if TYPE_CHECKING:
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.records import Trace
-
+from tilegym_db.records.definition import (
+    CODES_EQUAL,
+    MIN_ELEMENTS_FOR_NORMS,
+    TAU_CAP,
+    WORST_ROW_FACTOR,
+    Definition,
+    limits_for,
+)
+from tilegym_db.records.roofline import GpuPeaks, least_us, speed_of_light
+from tilegym_db.records.solution import digest_of, source_names, without_defaults
+from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixed_digest
 
 # ---- Signatures of an installation -----------------------------------------------------------------------
 
@@ -450,282 +468,306 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
             yield line if line.endswith(b"\n") else line + b"\n"
 
 
-# ---- input files ---------------------------------------------------------------------------------
-# The files from which the database is derived: their places, and the format of published traces and search steps.
+# ---- checked records -----------------------------------------------------------------------------
+# Reads ``workloads/checked-records.json``, the list of shipped files that were validated at release, and decides
+# trust.
 #
-# The format is JSON Lines in gzip, one file per Definition and GPU.
+# The list has each valid file with a digest of everything its validity depends on: its content, its sources, its
+# Definition, and the forward of that Definition. A Solution of a ``family.json`` is listed as
+# ``family.json#<solution>``, and its content is its entry with the shared keys. A trace file is listed if every figure
+# was plausible by its Definition and the published peaks. A file that is not listed, or has another digest, is validated
+# again, which costs only time.
 #
-# ``traces/<gpu>/<op_type>/<definition>.jsonl.gz`` has one trace per line, and ``<op_type>/tuning/<definition>.jsonl.gz``
-# one search step per line. Any reader of JSON Lines opens them without this package:
+# ``python tools/write_checked_records.py`` writes the list. Only filling the database uses it: ``check``, and everything
+# that runs or serves a kernel, validates every record itself.
 #
-#     duckdb -c "SELECT solution, axes, performance.latency_us FROM 'traces/h200/norm/*.jsonl.gz'"
-#     pandas.read_json("traces/h200/norm/rms_norm.jsonl.gz", lines=True)
-#
-# A line has the fields of a Trace (``schema/trace.schema.json``) and up to two more. ``provides`` is the baseline that the
-# Solution stands for (``stock``, ``compile``, ...). ``origin`` is ``foreign`` if the publishing installation had not measured
-# the trace.
+# The second part compares the figures of a pass with the widest bound of any gate and the physics floor. It refuses
+# figures that no run can produce. It cannot prove the rest, because a trace within the bounds may still be invented.
 
 
-SUFFIX = ".jsonl.gz"
-EXTRA_KEYS = ("provides", "origin")
-"""Keys of a line that are not fields of a Trace."""
-
-DIGEST_DIGITS = 8
-ERRORS = ("rel_fro", "worst_row_rel", "max_abs")
-MAX_BYTES = 256 * MiB
-"""Maximum number of bytes that a file may unpack to; the largest today has 0.6 MB."""
-
-_GZIP_MAGIC = b"\x1f\x8b"
-_TIMES = ("latency_us", "ci_low_us", "ci_high_us", "host_us", "wall_us", "profiled_us")
+MAX_BYTES = 8 << 20
+_NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
 
 
-# ---- packing --------------------------------------------------------------------------------------
+def checked_file() -> Path:
+    """Return the path of the list that comes with the package."""
+    return shipped_root() / CHECKED_RECORDS
 
 
-def trace_lines(
-    traces: Iterable[Mapping[str, Any]], provides: Mapping[str, str | None], foreign: Iterable[str] = ()
-) -> bytes:
-    """Return the lines of a trace file.
+class Checked:
+    """The list as seen from one catalog's files. It reads each file once."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        """Read the list for a catalog whose first root is the shipped one."""
+        self._catalog = catalog
+        self._root = shipped_root()
+        self._contents: dict[Path, bytes] = {}
+        self._sources: dict[Path, bytes] = {}
+        self._keys: dict[str, str] = {}
+
+    def content(self, path: Path) -> bytes:
+        """Return the bytes of a file.
+
+        Raises:
+            RecordError: it cannot be read.
+        """
+        if path not in self._contents:
+            self._contents[path] = read_bytes(path, "record")
+        return self._contents[path]
+
+    def solution_record(self, path: Path) -> tuple[dict[str, Any], str] | None:
+        """Return ``to_dict()`` and the digest of the Solution at a place that is known to be valid, else None.
+
+        Its record is not validated: that took a third of the time of a new home.
+        """
+        if str(path) not in self._files:
+            return None
+        try:
+            record = self.stated_solution(path)
+            sources = read_sources(path, source_names(record), self._sources)
+            if not self.solution(path, record["definition"], sources):
+                return None
+            return record, digest_of(record["definition"], record["spec"], sources)
+        except (RecordError, ValueError, LookupError, AttributeError, TypeError):
+            return None  # the ordinary reader reports the fault
+
+    def stated_solution(self, path: Path) -> dict[str, Any]:
+        """Return the content of the Solution's record at a place as ``to_dict()`` would, without validating it."""
+        content = self.content(file_of(path))
+        stated = content_of_family(content, path) if of_family_file(path) else from_json(content)
+        return without_defaults(stated)
+
+    def definition_digest(self, name: str) -> str | None:
+        """Return the digest of a Definition that is known to be valid, else None."""
+        known = self._listed["definitions"].get(name)
+        return known[1] if known and known[0] == self.definition_key(name) else None
+
+    def solution(self, path: Path, definition: str, sources: Mapping[str, bytes]) -> bool:
+        """Return True if a Solution of a Definition is known to be valid."""
+        return self._is(path, lambda: self.solution_key(path, definition, sources))
+
+    def workloads(self, path: Path, definition: str) -> bool:
+        """Return True if every line of a file is known to be a valid Workload of this Definition."""
+        return self._is(path, lambda: self.workloads_key(path, definition))
+
+    def plausible(self) -> frozenset[str]:
+        """Return the Definitions whose shipped traces are all known to be plausible."""
+        keys = self.trace_keys()
+        return frozenset(
+            name
+            for name, of in keys.items()
+            if all(self._files.get(str(path)) == key != "" for path, key in of.items())
+        )
+
+    # -- dependencies of validity ----------------------------------------------------------------------------------------
+
+    def definition_key(self, name: str) -> str:
+        """Return a digest of a Definition's file and its forward's file; '' if a file is missing or cannot be read."""
+        if name not in self._keys:
+            self._keys[name] = self._definition_key(name)
+        return self._keys[name]
+
+    def _definition_key(self, name: str) -> str:
+        path = self._catalog.definition_paths.get(name)
+        if path is None or not path.is_relative_to(self._root):
+            return ""
+        try:
+            content = self.content(path)
+            forward = from_json(content).get("backward_of")
+            of_forward = self._catalog.definition_paths.get(forward)
+            return _key(path.name, content, self.content(of_forward) if of_forward else b"")
+        except (RecordError, ValueError, AttributeError, TypeError):
+            return ""
+
+    def solution_key(self, path: Path, definition: str, sources: Mapping[str, bytes]) -> str:
+        """Return a digest of a Solution's record, its sources, and its Definition."""
+        content = self.content(file_of(path))
+        content = family_content(content, path) if of_family_file(path) else content
+        parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
+        return self._of_definition(definition, content, *parts)
+
+    def workloads_key(self, path: Path, definition: str) -> str:
+        """Return a digest of a file of Workloads and of their Definition."""
+        try:
+            return self._of_definition(definition, self.content(path))
+        except RecordError:
+            return ""
+
+    def trace_keys(self) -> dict[str, dict[Path, str]]:
+        """Return Definition -> its shipped trace files, each with a digest of it, all published peaks, and the
+        Definition.
+        """
+        folders = published_folders(self._catalog)
+        if not all(folder.is_relative_to(self._root) for folder in folders):
+            return {}  # other peaks were published; newer ones count
+        try:
+            locks = {folder: open_snapshot(folder, self._root).files for folder in folders}
+        except RecordError:
+            return {}
+        peaks = "".join(files.get(PEAKS_NAME, "") for files in locks.values()).encode()
+        found: dict[str, dict[Path, str]] = {}
+        for folder, files in locks.items():
+            for path in trace_files(folder):
+                locked = files.get(path.relative_to(folder).as_posix(), "").encode()
+                name = definition_of(path)
+                found.setdefault(name, {})[path] = self._of_definition(name, locked, peaks)
+        return found
+
+    def _of_definition(self, name: str, *parts: bytes) -> str:
+        key = self.definition_key(name)
+        return _key(key, *parts) if key else ""
+
+    # -- the list ----------------------------------------------------------------------------------------------------
+
+    def _is(self, path: Path, key: Callable[[], str]) -> bool:
+        expected = self._files.get(str(path))
+        return expected is not None and expected == key()
+
+    @cached_property
+    def _files(self) -> Mapping[str, str]:
+        return {f"{self._root}/{name}": key for name, key in self._listed["files"].items()}
+
+    @cached_property
+    def _listed(self) -> Mapping[str, Any]:
+        try:
+            content = from_json(read_bytes(checked_file(), "list of checked records", MAX_BYTES))
+        except (RecordError, ValueError):
+            return _NOTHING
+        return content if _is_list(content) else _NOTHING
+
+
+def _is_list(content: Any) -> bool:
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in _NOTHING):
+        return False
+    pairs = content["definitions"].values()
+    return all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+
+
+def _key(name: str, *parts: bytes) -> str:
+    return length_prefixed_digest([name.encode(), *parts])[:32]
+
+
+# ---- shipped sources ------------------------------------------------------------------------------
+# Shipped sources are those on the list, by digest. A kernel in a checkout counts as shipped once
+# ``tools/write_checked_records.py`` listed it, which is a step of its release.
+
+
+def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
+    """Return the :func:`source_key` of every shipped Solution of some Definitions, by names."""
+    path = checked_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:  # without the list no source counts as shipped
+        return frozenset()
+    return frozenset().union(*(_keys(path, stamp, name) for name in definitions))
+
+
+@lru_cache(maxsize=1024)
+def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
+    catalog = Catalog((path.parents[1],))
+    checked = Checked(catalog)
+    record = catalog.definitions.get(definition)
+    if record is None:
+        return frozenset()
+    return frozenset(  # a listed Solution covers the file of its Definition
+        source_key(record.digest, files.digest)
+        for files in catalog.solutions_for(definition)
+        if checked.solution(catalog.solution_paths[files.name], definition, files.sources)
+    )
+
+
+def source_key(definition_digest: str, solution_digest: str) -> str:
+    """Return the common key of a Definition and a source of it."""
+    return f"{definition_digest}/{solution_digest}"
+
+
+# ---- Plausible figures -----------------------------------------------------------------------------------
+
+SLACK = 1.001
+"""Allowance for rounding: published figures keep at least three digits."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of the figures of a pass at one point; None if a bound is unknown. Times are microseconds."""
+
+    least_us: float | None = None
+    rel_fro: float | None = None
+    worst_row_rel: float | None = None
+    matched_ratio: float = 1.0
+
+
+def bounds_of(
+    definition: Definition,
+    axes: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    peaks: GpuPeaks | None,
+    *,
+    cold_l2: bool,
+    timer: str,
+) -> Bounds:
+    """Return the bounds at one point.
 
     Args:
-        traces: as :meth:`Trace.to_dict` gives them, in the order to keep.
-        provides: the baseline that a Solution stands for, by name.
-        foreign: ids of runs that were not measured by the installation that publishes them.
+        definition: the operator; states tolerances and the compulsory work.
+        axes: every axis, const ones included.
+        dtypes: every dtype variable.
+        peaks: of the GPU; None for a CPU, or if they are unknown.
+        cold_l2: the L2 was flushed before every call.
+        timer: the timer that measured.
     """
-    borrowed = frozenset(foreign)
-    lines = []
-    for trace in traces:
-        stands_for = provides.get(trace["solution"])
-        more = {} if stands_for is None else {"provides": stands_for}
-        lines.append(rounded(trace) | more | ({"origin": "foreign"} if trace["run_id"] in borrowed else {}))
-    return json_lines(lines)
-
-
-def json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return one line of JSON per record."""
-    return b"".join(
-        json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        for record in records
-    )
-
-
-def packed(lines: bytes) -> bytes:
-    """Return the content of a file with these lines. It has no time stamp, so equal lines make an equal file."""
-    return gzip.compress(lines, 9, mtime=0)
-
-
-def rounded(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trace's fields with the digits that are published.
-
-    Times of a microsecond or more are whole nanoseconds. Errors have three significant digits, as every report prints
-    them, and the digest of an envelope has its first eight.
-    """
-    result = dict(trace)
-    correctness = result.get("correctness")
-    if correctness is not None:
-        errors = {name: float(f"{correctness[name]:.2e}") for name in ERRORS if correctness.get(name) is not None}
-        result["correctness"] = {**correctness, **errors}
-    for name in ("performance", "audit"):
-        if result.get(name) is not None:
-            result[name] = {**result[name], **_whole_nanoseconds(result[name])}
-    if result.get("envelope") is not None:
-        result["envelope"] = {**result["envelope"], "digest": result["envelope"]["digest"][:DIGEST_DIGITS]}
-    return result
-
-
-def _whole_nanoseconds(part: Mapping[str, Any]) -> dict[str, float]:
-    # Shorter times would lose significant digits.
-    return {name: round(part[name], 3) for name in _TIMES if (part.get(name) or 0) >= 1}
-
-
-# ---- reading --------------------------------------------------------------------------------------
-
-
-def is_packed(content: bytes) -> bool:
-    """Return True if content is a published file, by its first two bytes; a journal is plain text."""
-    return content.startswith(_GZIP_MAGIC)
-
-
-def unpacked(content: bytes, source: str | Path) -> bytes:
-    """Return the lines of a published file; errors name ``source``.
-
-    Raises:
-        RecordError: the content is not gzip, is cut off, or unpacks to more than :data:`MAX_BYTES`.
-    """
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            lines = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise damaged(source, error) from None
-    if len(lines) > MAX_BYTES:
-        raise RecordError(
-            f"{source}: this file unpacks to more than {MAX_BYTES // MiB} MiB, which is the most that is read.",
-            code="file_too_large",
-        )
-    return lines
-
-
-def read_lines(content: bytes, source: str | Path) -> list[dict[str, Any]]:
-    """Return the object of every line of a published file.
-
-    Raises:
-        RecordError: as :func:`unpacked`, or a line is not a JSON object.
-    """
-    found = []
-    for number, line in enumerate(unpacked(content, source).splitlines(), start=1):
-        try:
-            record = from_json(line, cache_strings="all")
-        except ValueError as error:
-            raise damaged(f"{source}:{number}", error) from None
-        if not isinstance(record, dict):
-            raise damaged(f"{source}:{number}", TypeError("the line is not a JSON object"))
-        found.append(record)
-    return found
-
-
-def read_traces(content: bytes, source: str | Path) -> list[Trace]:
-    """Return the traces of a published file, validated.
-
-    Raises:
-        RecordError: as :func:`read_lines`, or a line is not a valid trace.
-    """
-    from tilegym_db.records import Trace
-
-    return [
-        Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
-        for line in read_lines(content, source)
-    ]
-
-
-def damaged(source: str | Path, error: Exception) -> RecordError:
-    """Return the error for a published file that cannot be read."""
-    return RecordError(
-        f"{source}: not a valid file of published traces: {type(error).__name__}: {error}. Publish it again.",
-        code="trace_file_damaged",
-    )
-
-
-# ---- Names of files --------------------------------------------------------------------------------------
-
-LOCK_NAME = "traces.lock.json"
-PEAKS_NAME = "peaks.json"
-"""Name of the file of a GPU's published peaks, beside its resolver table."""
-
-MODELS_SUFFIX = ".models.jsonl"
-"""Suffix of the published runs of a whole model on a GPU, one run per line: ``<model>.models.jsonl``."""
-
-TUNING_FOLDER = "tuning"
-"""Folder of published search steps, in the folder of an op_type: ``<op_type>/tuning/<definition>.jsonl.gz``."""
-
-_RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
-
-
-# -- of a catalog -----------------------------------------------------------------------------------------------------
-
-
-def record_files(catalog: Catalog) -> list[Path]:
-    """Return the files of Definitions, of Solutions with their sources and shared code, and of Workloads."""
-    found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
-    for root in catalog.roots:
-        for folder in solution_folders(root):
-            for place, folders, names in os.walk(folder):  # a folder that cannot be entered counts as empty
-                folders[:] = [name for name in folders if name != "__pycache__"]
-                found += [Path(place) / name for name in names]
-        found += library_files(root)
-    return found
-
-
-def published_folders(catalog: Catalog) -> list[Path]:
-    """Return the folders of published traces that come with a catalog, one per GPU."""
-    return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
-
-
-def is_trace_file(name: str) -> bool:
-    """Return True for ``<op_type>/<definition>.jsonl.gz``, the path of a trace file in one GPU's published folder."""
-    return name.count("/") == 1 and name.endswith(SUFFIX)
-
-
-def definition_of(path: Path) -> str:
-    """Return the Definition of a trace file, by its name."""
-    return path.name.removesuffix(SUFFIX)
-
-
-def trace_files(folder: Path) -> list[Path]:
-    """Return the trace files of one GPU's published folder."""
-    return regular_files(folder, f"*/*{SUFFIX}")
-
-
-def shipped_traces(catalog: Catalog) -> list[Path]:
-    """Return the published trace files that come with a catalog."""
-    return [path for folder in published_folders(catalog) for path in trace_files(folder)]
-
-
-def shipped_locks(catalog: Catalog) -> list[Path]:
-    """Return the locks of a catalog's published folders."""
-    return [folder / LOCK_NAME for folder in published_folders(catalog)]
-
-
-def published_peaks_files(catalog: Catalog) -> list[Path]:
-    """Return the files of peaks that come with a catalog, one per GPU."""
-    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
-
-
-def published_model_files(catalog: Catalog) -> list[Path]:
-    """Return the files of model runs that come with a catalog, one per model and GPU."""
-    return [path for folder in published_folders(catalog) for path in model_files(folder)]
-
-
-def model_files(folder: Path) -> list[Path]:
-    """Return the files of model runs in one GPU's published folder."""
-    return regular_files(folder, f"*{MODELS_SUFFIX}")
-
-
-def tuning_files(folder: Path) -> list[Path]:
-    """Return the files of search steps in one GPU's published folder."""
-    return sorted(folder.glob(f"*/{TUNING_FOLDER}/*{SUFFIX}"))
-
-
-def published_tuning_files(catalog: Catalog) -> list[Path]:
-    """Return the files of search steps that come with a catalog, one per Definition and GPU."""
-    return [path for folder in published_folders(catalog) for path in tuning_files(folder)]
-
-
-def pattern_files(catalog: Catalog) -> list[Path]:
-    """Return the pages of patterns, one per language and root. A user's pages lie in the overlay."""
-    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*.md")]
-
-
-# -- of a home folder -------------------------------------------------------------------------------------------------
-
-
-def own_peaks_files(home: Path) -> list[Path]:
-    """Return every calibration made on this machine, oldest first."""
-    return regular_files(home / "peaks", "*.json")
-
-
-def own_tuning_files(home: Path) -> list[Path]:
-    """Return the log of every search on this machine."""
-    return regular_files(home / "tuning", "*.jsonl")
-
-
-def loop_folder(home: Path | None = None) -> Path:
-    """Return the folder of the loop's journals and submissions."""
-    return (home or default_home()) / "loop"
-
-
-def loop_files(home: Path, catalog: Catalog) -> list[Path]:
-    """Return the journals of the loop and the pages of patterns."""
-    return [*regular_files(loop_folder(home), "*.jsonl"), *pattern_files(catalog)]
-
-
-def imported_folder(home: Path) -> Path:
-    """Return the folder of data sets imported from other projects."""
-    return home / "imported"
-
-
-def imported_manifests(home: Path) -> list[Path]:
-    """Return the manifests of all imported data sets, by path."""
-    return regular_files(imported_folder(home), "*/*/manifest.json")
-
-
-FOLDER = "shared"
+    rel_fro, worst_row, matched = _error_bounds(definition, axes, dtypes)
+    light = speed_of_light(definition, axes, dtypes, peaks) if peaks is not None else None
+    least = least_us(light, peaks, cold_l2=cold_l2, timer=timer) if light is not None and peaks is not None else None
+    return Bounds(least, rel_fro, worst_row, matched)
+
+
+def _error_bounds(
+    definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str]
+) -> tuple[float | None, float | None, float]:
+    """Return the widest bounds over all outputs, since a trace states the worst error but not its output."""
+    rel_fro, worst_row, matched = 0.0, 0.0, 1.0
+    for name in definition.outputs:
+        limits = limits_for(definition, definition.dtype_of(name, dtypes), "tf32")
+        if limits is None or limits.codes or name in definition.gathers:
+            rel_fro = worst_row = math.inf
+            matched = min(matched, CODES_EQUAL)
+        elif math.prod(definition.shape_of(name, axes)) < MIN_ELEMENTS_FOR_NORMS:
+            rel_fro = worst_row = math.inf  # norms would be noise, so no gate checks them
+        else:
+            rel_fro = max(rel_fro, TAU_CAP * limits.tau)
+            worst_row = max(worst_row, WORST_ROW_FACTOR * TAU_CAP * max(limits.tau, limits.row_tau))
+        if limits is not None:
+            matched = min(matched, limits.share)
+    return _finite(rel_fro), _finite(worst_row), matched
+
+
+def _finite(bound: float) -> float | None:
+    return None if math.isinf(bound) else bound * SLACK
+
+
+def why_implausible(
+    bounds: Bounds,
+    *,
+    latency_us: float | None,
+    ci_low_us: float | None,
+    ci_high_us: float | None,
+    rel_fro: float | None,
+    worst_row_rel: float | None,
+    matched_ratio: float | None,
+) -> str | None:
+    """Return the reason why the figures of a pass cannot be true, or None if they can."""
+    if latency_us is not None and ci_low_us is not None and ci_high_us is not None:
+        if bounds.least_us is not None and latency_us < bounds.least_us:
+            return f"{latency_us:.4g} us is below the physics floor of {bounds.least_us:.4g} us"
+        if not ci_low_us * (1 / SLACK) <= latency_us <= ci_high_us * SLACK:
+            return f"{latency_us:.4g} us lies outside its own interval, {ci_low_us:.4g} to {ci_high_us:.4g} us"
+    for name, value, bound in (
+        ("rel_fro", rel_fro, bounds.rel_fro),
+        ("worst row", worst_row_rel, bounds.worst_row_rel),
+    ):
+        if value is not None and bound is not None and value > bound:
+            return f"{name} {value:.3g} exceeds {bound:.3g}, which no gate lets pass"
+    if matched_ratio is not None and matched_ratio < bounds.matched_ratio:
+        return f"only {matched_ratio:.4g} of the elements match; a pass needs {bounds.matched_ratio:g}"
+    return None

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
-from tilegym_db.published.checked import bounds_of, why_implausible
 from tilegym_db.published.entries import (
     REQUIREMENTS,
     Candidate,
@@ -36,17 +35,16 @@ from tilegym_db.published.entries import (
     dtypes_key,
     entries_of,
 )
-from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
-from tilegym_db.published.snapshot import (
+from tilegym_db.published.input_files import (
     LOCK_NAME,
     PEAKS_NAME,
-    Snapshot,
     definition_of,
     is_trace_file,
-    open_snapshot,
     read_lines,
     trace_files,
 )
+from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
+from tilegym_db.published.snapshot import Snapshot, bounds_of, open_snapshot, why_implausible
 from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError
 from tilegym_db.files import read_bytes
+from tilegym_db.published.input_files import read_lines, trace_files
 from tilegym_db.published.neighbours import (
     MAX_LENGTH_GAP,
     Neighbours,
@@ -33,7 +34,6 @@ from tilegym_db.published.neighbours import (
     neighbours,
     widths_of,
 )
-from tilegym_db.published.snapshot import read_lines, trace_files
 from tilegym_db.published.table import load_table, table_folder
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import GRAPHED_TOKENS, Launch, is_code_selecting

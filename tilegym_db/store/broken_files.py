@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
-from tilegym_db.published.snapshot import RejectedLine, loop_folder
+from tilegym_db.published.input_files import loop_folder
+from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records.base import Record
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import CUT_OFF, read_journal

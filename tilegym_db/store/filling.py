@@ -19,8 +19,8 @@ from pydantic_core import from_json, to_json
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
-from tilegym_db.published.checked import Checked
-from tilegym_db.published.snapshot import RejectedLine, imported_manifests, published_folders
+from tilegym_db.published.input_files import imported_manifests, published_folders
+from tilegym_db.published.snapshot import Checked, RejectedLine
 from tilegym_db.records import axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
@@ -402,7 +402,7 @@ def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: 
 
 # ---- catalog rows ---------------------------------------------------------------------------------
 # Turns the catalog into database rows without validating shipped records again.
-# That validation took most of the time of a new home. :mod:`tilegym_db.published.checked` knows the valid files. A
+# That validation took most of the time of a new home. :mod:`tilegym_db.published.snapshot` knows the valid files. A
 # changed file, or one that depends on a changed file, is validated like a user's.
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
 from tilegym_db.files import hold_lock, write_atomically
-from tilegym_db.published.snapshot import imported_folder, imported_manifests
+from tilegym_db.published.input_files import imported_folder, imported_manifests
 
 LOCK_TIMEOUT_S = 10.0
 

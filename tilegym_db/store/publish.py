@@ -28,8 +28,21 @@ from pydantic_core import from_json
 from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreError
 from tilegym_db.files import RECORD_BYTES, read_bytes, write_atomically, write_folder, writing
 from tilegym_db.paths import home, remove_tree, shipped_root
-from tilegym_db.published.checked import shipped_keys
 from tilegym_db.published.entries import Audience, Refusal
+from tilegym_db.published.input_files import (
+    LOCK_NAME,
+    PEAKS_NAME,
+    SUFFIX,
+    TUNING_FOLDER,
+    json_lines,
+    model_files,
+    packed,
+    read_traces,
+    trace_files,
+    trace_lines,
+    tuning_files,
+    unpacked,
+)
 from tilegym_db.published.shared_tables import (
     SOURCE_NAME,
     SharedPlace,
@@ -42,26 +55,15 @@ from tilegym_db.published.shared_tables import (
     trust_table,
 )
 from tilegym_db.published.snapshot import (
-    LOCK_NAME,
-    PEAKS_NAME,
-    SUFFIX,
-    TUNING_FOLDER,
     TraceLock,
     is_signed,
-    json_lines,
     lock_text,
-    model_files,
     open_snapshot,
-    packed,
     read_published,
-    read_traces,
     sha256,
+    shipped_keys,
     signature,
     signed_lock,
-    trace_files,
-    trace_lines,
-    tuning_files,
-    unpacked,
 )
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.loop import ModelRun

@@ -16,8 +16,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes, write_atomically, writing
 from tilegym_db.paths import home, remove_tree
+from tilegym_db.published.input_files import FOLDER
 from tilegym_db.published.shared_tables import SharedPlace, hidden
-from tilegym_db.published.snapshot import FOLDER, KEY_NAME, signature
+from tilegym_db.published.snapshot import KEY_NAME, signature
 from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.records.trace import Trace
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS

@@ -21,13 +21,9 @@ from tilegym_db.catalog.record_files import warn_once
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import decode, read_bytes, regular_files, write_atomically, writing
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.snapshot import (
+from tilegym_db.published.input_files import (
     MODELS_SUFFIX,
-    Origin,
-    RejectedLine,
-    is_signed,
     loop_folder,
-    open_snapshot,
     own_peaks_files,
     own_tuning_files,
     pattern_files,
@@ -35,9 +31,8 @@ from tilegym_db.published.snapshot import (
     published_peaks_files,
     published_tuning_files,
     read_lines,
-    read_published,
-    signature,
 )
+from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
 from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Pattern, Task
 from tilegym_db.records.roofline import GpuPeaks

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes, write_atomically
-from tilegym_db.published.snapshot import (
+from tilegym_db.published.input_files import (
     imported_manifests,
     loop_files,
     own_peaks_files,

@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError, check_kind
 from tilegym_db.files import read_bytes
-from tilegym_db.published.snapshot import pattern_files
+from tilegym_db.published.input_files import pattern_files
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import backward_problem, in_training_problem
 from tilegym_db.records.definition_rules import copied_formulation
