@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.catalog.reader import OTHER_NAMES
 from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, schema_of, with_form, write_json, write_records
 from tilegym_db.cli.kit.options import complete_name
 from tilegym_db.cli.kit.output import (
@@ -53,6 +52,7 @@ def command(
     and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.reader import OTHER_NAMES
 
     catalog = Catalog.default()
     if history:
@@ -79,6 +79,8 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
     Raises:
         UsageError: the output is not a table, and the name stands for none or several Definitions.
     """
+    from tilegym_db.catalog.reader import OTHER_NAMES
+
     other = OTHER_NAMES[name]
     said = other.said(name)
     if len(other.definitions) == 1:
