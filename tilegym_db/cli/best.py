@@ -189,25 +189,9 @@ BEST_DROPPED_LAST = ("solution", "latency_us", "speedup")
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the cells of one row of the view ``best`` under :data:`BEST_COLUMNS`."""
-    return (
-        row["definition"],
-        row["gpu"],
-        spelled_call(row),
-        row["dtypes_key"],
-        row["scalars_key"] or None,
-        row["layouts_key"] or None,
-        row["solution"],
-        row["language"],
-        row["config_key"] or None,
-        row["latency_us"],
-        row["profiled_us"],
-        row["speedup"],
-        row["strongest_baseline"],
-        row["strongest_ratio"],
-        row["sol_ratio"],
-        row["workload_uuid"],
-        row["origin"],
-    )
+    keys = {name: row[f"{name}_key"] or None for name in ("scalars", "layouts", "config")}
+    shown = {**row, **keys, "axes": spelled_call(row), "dtypes": row["dtypes_key"]}
+    return tuple(shown[name] for name in BEST_COLUMNS)
 
 
 def chosen_gpu(gpu: str | None) -> str | None:

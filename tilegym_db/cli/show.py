@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -208,24 +209,10 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     columns = (
         "trace", "timestamp", "gpu", "dtypes", "axes", "config", "tier", "status", "latency_us", "speedup", "source",
     )  # fmt: skip
+    newest = traces[:TRACES_SHOWN]
     print_table(
         columns,
-        [
-            (
-                row["trace_id"][:TRACE_ID_SHOWN],
-                row["timestamp"].isoformat(sep=" ", timespec="seconds"),
-                row["gpu"],
-                row["dtypes_key"],
-                row["axes_key"],
-                row["config_key"] or None,
-                row["tier"],
-                row["status"],
-                row["latency_us"],
-                row["speedup"],
-                "current" if row["solution_digest"] == digest else "old",
-            )
-            for row in traces[:TRACES_SHOWN]
-        ],
+        [_cells(row, columns, row["axes_key"], is_current=row["solution_digest"] == digest) for row in newest],
         wide=wide,
         least=("timestamp", "config", "tier", "dtypes"),
         most=("trace", "axes", "latency_us"),
@@ -233,9 +220,7 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
-    failed = next(
-        (row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED", "OVERRULED")), None
-    )
+    failed = next((row for row in newest if row["status"] not in ("PASSED", "UNSUPPORTED", "OVERRULED")), None)
     if failed is not None:
         note(f"details of a failure: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
 
@@ -294,24 +279,24 @@ HISTORY_KEY = (
 """What is equal for the passes that are compared with each other."""
 
 
+def _cells(row: dict[str, Any], columns: Sequence[str], call: str, *, is_current: bool) -> tuple[Any, ...]:
+    """Return the cells of one trace, of a call by its axes and whatever else states it."""
+    shown = {
+        **row,
+        "axes": call,
+        "config": row["config_key"] or None,
+        "dtypes": row["dtypes_key"],
+        "source": "current" if is_current else "old",
+        "timestamp": row["timestamp"].isoformat(sep=" ", timespec="seconds"),
+        "trace": row["trace_id"][:TRACE_ID_SHOWN],
+    }
+    return tuple(shown[name] for name in columns)
+
+
 def _pass_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the cells of one pass, in the order of ``HISTORY_COLUMNS``."""
-    return (
-        row["solution"],
-        row["gpu"],
-        row["dtypes_key"],
-        ",".join(filter(None, (row["axes_key"], row["scalars_key"], row["layouts_key"], row["blobs_key"]))),
-        row["config_key"] or None,
-        row["tier"],
-        row["timestamp"].isoformat(sep=" ", timespec="seconds"),
-        row["latency_us"],
-        row["ci_low_us"],
-        row["ci_high_us"],
-        row["ratio"],
-        row["change"],
-        "current" if row["is_current"] else "old",
-        row["trace_id"][:TRACE_ID_SHOWN],
-    )
+    call = ",".join(filter(None, (row["axes_key"], row["scalars_key"], row["layouts_key"], row["blobs_key"])))
+    return _cells(row, HISTORY_COLUMNS, call, is_current=row["is_current"])
 
 
 def print_source(text: str) -> None:
