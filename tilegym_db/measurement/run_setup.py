@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.backends.toolchains import TOOLCHAINS, declared_libraries, lacking_dependency, toolchain_status
+from tilegym_db.backends.toolchains import declared_libraries
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, RecordError, UsageError
 from tilegym_db.measurement.calibrate import calibrate
@@ -126,7 +126,7 @@ class RunSetup:
         solutions = self.catalog.solutions_among(names).values()
         if self.site is not None:
             return self.site.missing(solutions)
-        return Missing(unusable_languages(), unmet_dependencies(solutions))
+        return Missing.here({files.name: files.record.spec.dependencies for files in solutions})
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
         """Return the plan without Definitions whose reference does not return.
@@ -205,30 +205,6 @@ def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tup
     except (HardwareError, RecordError, RuntimeError, OSError) as error:  # any error of the driver
         return None, [f"the traces have no speed of light and no physics floor: {error}"]
     return found, []
-
-
-def unusable_languages() -> dict[str, str]:
-    """Return the languages that cannot be used here, with the reason and the fix.
-
-    Their Solutions are not run, since a failed trace would blame them.
-    """
-    statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
-    return {
-        language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
-        for language, status in statuses.items()
-        if not status.available
-    }
-
-
-def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
-    """Return the Solutions whose declared package is missing or too old here, with the fix, by name."""
-    return lacking_dependencies({files.name: files.record.spec.dependencies for files in solutions})
-
-
-def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return the same as :func:`unmet_dependencies` for declared dependencies by name of a Solution."""
-    lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
-    return {name: f"needs {text}" for name, text in lacking.items() if text is not None}
 
 
 # ---- tracing --------------------------------------------------------------------------------------

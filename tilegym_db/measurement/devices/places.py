@@ -324,9 +324,7 @@ class DeviceActor:
 
     def missing(self, dependencies: Mapping[str, tuple[str, ...]]) -> Missing:
         """Return the requirements that this node lacks; ``dependencies`` are those that Solutions declare, by name."""
-        from tilegym_db.measurement.run_setup import lacking_dependencies, unusable_languages
-
-        return Missing(unusable_languages(), lacking_dependencies(dependencies))
+        return Missing.here(dependencies)
 
     def send(self, body: bytes, references: Mapping[str, Any]) -> None:
         """Send the supervisor an order, after fetching the parcels that this actor lacks. Errors become Failed messages."""
