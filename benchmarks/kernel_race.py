@@ -40,7 +40,6 @@ from benchmarks.race_candidates import (
     our_racers,
 )
 from tilegym_db.backends.toolchains import repair_interpreter
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
@@ -51,6 +50,7 @@ from tilegym_db.records.definition import limits_for
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.sandbox.timing import BlockTimer
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import name_outputs, oracle

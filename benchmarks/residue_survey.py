@@ -23,7 +23,7 @@ from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import fuzz_cases
-from tilegym_db.verification.contents import ExpectedCache
+from tilegym_db.verification.expected import ExpectedCache
 from tilegym_db.verification.residues import SIZES, check_residues, successive
 from tilegym_db.verification.verifier import Failure
 

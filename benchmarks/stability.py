@@ -31,9 +31,9 @@ from typing import Literal
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.local_executor import LocalExecutor
-from tilegym_db.measurement.machine import Machine, select_machine
+from tilegym_db.measurement.machine import Machine, Missing, select_machine
 from tilegym_db.measurement.plan import DefinitionPlan, Options, make_plan
-from tilegym_db.measurement.run_setup import RunContext, unusable_languages
+from tilegym_db.measurement.run_setup import RunContext
 from tilegym_db.measurement.timing import TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Workload, axes_key
@@ -177,7 +177,7 @@ def main() -> int:
     machine, catalog = select_machine(options.gpu), Catalog.default()
     # The tier keeps kernels out that this device could only interpret.
     asked = Options(tuple(options.names), force=True, tier="promotion")
-    plans = contested(make_plan(catalog, machine, asked, (), unusable_languages()).definitions)
+    plans = contested(make_plan(catalog, machine, asked, (), Missing.here({}).languages).definitions)
     groups = {name: plan.workloads for name, plan in plans.items()}
     pairs = stratified(groups, options.pairs, random.Random(options.seed))
     if not pairs:

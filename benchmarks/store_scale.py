@@ -36,7 +36,8 @@ from tilegym_db.records import Config, Definition, Solution, Workload
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import best_rows, find_traces, promotable, publishable_rows
+from tilegym_db.store.queries.measured import best_rows, find_traces, promotable
+from tilegym_db.store.queries.publishing import publishable_rows
 
 DEFINITIONS = 20
 WORKLOADS = 50

@@ -42,7 +42,7 @@ from tilegym_db.paths import scratch_folder
 from tilegym_db.records import TILE_LANGUAGES, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox import scan
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import BaselineCheck, Verification
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle

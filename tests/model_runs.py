@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 
 __all__ = ["LIGER", "estimate", "model_run", "speedups", "timing", "without_steps"]
 

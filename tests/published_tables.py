@@ -14,8 +14,8 @@ from typing import Any
 
 from tilegym_db.files import write_atomically
 from tilegym_db.published.entries import Candidate, Entry, MeasuredEntries, dtypes_key, scalar_hull
-from tilegym_db.published.input_files import SUFFIX, json_lines, packed
-from tilegym_db.published.snapshot import LOCK_NAME, lock_text, sha256
+from tilegym_db.published.input_files import LOCK_NAME, SUFFIX, json_lines, packed
+from tilegym_db.published.snapshot import lock_text, sha256
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records.call import Call
 

@@ -19,10 +19,9 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.loop import journaled
-from tilegym_db.store.queries import count_traces
+from tilegym_db.store.queries.measured import count_traces
 from tilegym_db.store.sharing import SharedDataSet
-from tilegym_db.store.side_files import TuningStep, read_model_run
+from tilegym_db.store.side_files import TuningStep, journaled, read_model_run
 
 MOMENTS = 20
 ONE_OF = 5
@@ -211,6 +210,7 @@ def test_writer_that_races_itself_lands_or_is_refused_by_reason(name: str, place
     assert any(ending.kind == "done" for ending in (endings if name == "add_version" else same))
 
 
+@pytest.mark.turn("tilegym_db/catalog/writers.py", "tilegym_db/files.py")  # many processes
 @pytest.mark.slow
 def test_all_writers_at_once_all_land(place: Place):
     writers = [(name, f"{name}_{number}") for number, name in enumerate(WRITERS)]

@@ -140,7 +140,7 @@ def peaks(place: Place, key: str) -> None:
 
 
 def model_run(place: Place, key: str) -> None:
-    from tilegym_db.records.model_run import ModelRun
+    from tilegym_db.records.loop import ModelRun
     from tilegym_db.store.side_files import save_model_run
 
     estimate = {"median": 2.0, "ci_low": 1.9, "ci_high": 2.1}
@@ -287,7 +287,7 @@ def bar_of(key: str) -> float:
 def tasks_at(place: Place, bar: float) -> list[Any]:
     """Return every line of the journal that is a task with this bar."""
     from tilegym_db.records.loop import Task
-    from tilegym_db.store.loop import journaled
+    from tilegym_db.store.side_files import journaled
 
     return [task for task in journaled(Task, place.home) if abs(task.min_speedup - bar) < 1e-9]
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tilegym_db import ops
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_rules import GRADIENT
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.verification.oracle import Lifted, load_function
 
 __all__ = ["EngramGateLayer", "HyperConnection", "HyperHead", "MHCPipeline"]

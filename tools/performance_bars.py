@@ -15,7 +15,7 @@ from typing import Any
 
 from marked_blocks import shipped_store
 
-from tilegym_db.records.model_run import ModelRun, claims_of
+from tilegym_db.records.loop import ModelRun, claims_of
 
 LANGUAGES = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
 LIGHT, LATENCY, RATE, BASELINE = "light", "us", "TFLOP/s", "x baseline"

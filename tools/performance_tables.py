@@ -19,7 +19,7 @@ from typing import Any
 import performance_bars
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
-from tilegym_db.records.model_run import ModelRun, claims_of
+from tilegym_db.records.loop import ModelRun, claims_of
 
 FOLDER = ROOT / "docs" / "performance"
 KERNELS, GPUS, MODELS = (FOLDER / f"{name}.md" for name in ("kernels", "gpus", "models"))

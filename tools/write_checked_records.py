@@ -2,7 +2,7 @@
 first answer.
 
 Run it where records, kernels, Workloads or traces changed; until then those that did are judged as a user's own are, which takes
-longer (:mod:`tilegym_db.published.checked`).
+longer (:mod:`tilegym_db.published.snapshot`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import visible
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.checked import Checked, checked_file
+from tilegym_db.published.snapshot import Checked, checked_file
 
 
 def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:

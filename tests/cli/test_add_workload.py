@@ -92,6 +92,7 @@ def test_an_empty_file_is_refused(cli, row_scale, tmp_path):
     assert cli("add-workload", tmp_path / "w.jsonl").cause == "workload_missing"
 
 
+@pytest.mark.turn("tilegym_db/catalog/writers.py")  # two thousand records
 def test_two_thousand_workloads_take_seconds(cli, row_scale, workload_record, lines):
     file = lines(*(workload_record(axes={"M": size, "N": 8}) for size in range(1001, 3001)))
     begun = time.process_time()

@@ -128,6 +128,7 @@ def test_ingest_names_each_line_that_is_no_trace(cli, journal_traces, home):
     assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n1\n"
 
 
+@pytest.mark.turn("tilegym_db/cli/best.py", "tilegym_db/records/hardware.py")  # several commands on a full store
 @pytest.mark.parametrize("rebuild", [[], ["--rebuild"]])
 def test_ingest_takes_a_torn_line_of_a_journal_for_no_finding(rebuild, cli, journal_traces, home):
     journal_traces(1.0)
@@ -177,6 +178,7 @@ def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
     assert "h200" in result.err
 
 
+@pytest.mark.turn("tilegym_db/cli/best.py", "tilegym_db/records/hardware.py")  # several commands on a full store
 def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale, tmp_path):
     journal_traces(5.0, gpu="h100-sxm", gpu_name="NVIDIA H100 80GB HBM3")
     assert cli("data", "ingest").code == 0
@@ -205,6 +207,7 @@ def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_sc
     assert task.json()["gpu"] == "h100-sxm"
 
 
+@pytest.mark.turn("tilegym_db/cli/best.py", "tilegym_db/records/hardware.py")  # several commands on a full store
 def test_trace_by_hand_counts_only_when_requested(cli, journal_traces, home, tmp_path):
     journal_traces(5.0)
     (line,) = (home / "runs" / "run-1.jsonl").read_text().splitlines()

@@ -101,6 +101,7 @@ def test_a_package_that_does_not_import_is_named(environment, tmp_path, module, 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.turn("tilegym_db/cli/doctor.py")  # a process with PyTorch
 def test_doctor_says_what_does_not_import_and_looks_at_the_rest(environment, tmp_path):
     (tmp_path / "duckdb").mkdir()
     (tmp_path / "duckdb" / "__init__.py").write_text("raise ImportError('undefined symbol')")
@@ -135,7 +136,7 @@ def test_an_absent_gpu_is_refused_without_pytorch(environment):
     assert result.stdout.endswith("False\n")
 
 
-@pytest.mark.turn("tilegym_db/cli/boundary.py")  # a pipe of 200,000 lines
+@pytest.mark.turn("tilegym_db/cli/app.py")  # a pipe of 200,000 lines
 def test_a_reader_that_goes_away_is_no_error(environment):
     command = " ".join([*COMMAND, "sql", "'SELECT * FROM range(200000)'", "--csv"])
     script = f"{command} | head -1; echo ${{PIPESTATUS[0]}}"
@@ -153,7 +154,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, target, reason):
     assert (result.returncode, result.stderr) == (1, f"error: cannot write the output: {reason}.\n")
 
 
-@pytest.mark.turn("tilegym_db/cli/boundary.py")  # separate processes
+@pytest.mark.turn("tilegym_db/cli/app.py")  # separate processes
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_file_does_not_take_the_place_of_a_closed_stream(environment, home, descriptor):
@@ -183,7 +184,7 @@ def test_a_statement_that_is_no_text_is_refused(cli, content, message, monkeypat
 
 
 # Waits 4 s; the interrupts beside it are sent daily.
-@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/store/asking.py", "tilegym_db/store/connection.py")
+@pytest.mark.turn("tilegym_db/cli/app.py", "tilegym_db/store/asking.py", "tilegym_db/store/connection.py")
 def test_an_interrupt_ends_a_query(environment):
     assert run(environment, "sql", "SELECT 1").returncode == 0  # makes the store
     with subprocess.Popen([*COMMAND, "sql", SLOW_QUERY], env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -210,7 +211,7 @@ def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
         assert (process.wait(timeout=60), errors) == (130, "")
 
 
-@pytest.mark.turn("tilegym_db/cli/boundary.py")  # waits for processes; test_app.py interrupts one daily
+@pytest.mark.turn("tilegym_db/cli/app.py")  # waits for processes; test_app.py interrupts one daily
 @pytest.mark.parametrize(("arguments", "status"), [(["list"], 0), (["show", "nothing"], 2)])
 def test_an_interrupt_after_the_answer_changes_no_status(environment, arguments, status):
     code = (
@@ -236,9 +237,7 @@ sys.meta_path.insert(0, Interrupting())
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "module", ["tilegym_db.cli.boundary", "typer", "typer.core", "tilegym_db.cli.list", "pydantic"]
-)
+@pytest.mark.parametrize("module", ["typer", "typer.core", "tilegym_db.cli.list", "pydantic"])
 def test_an_interrupt_during_an_import_is_quiet(environment, tmp_path, module):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
     given = {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "INTERRUPTED_IMPORT": module}
@@ -256,12 +255,12 @@ def test_an_interrupt_during_an_import_is_quiet(environment, tmp_path, module):
 )
 def test_an_interrupt_is_one_whatever_python_makes_of_it(environment, text):
     command = f"import os\ndef command():\n    exec({text!r}, globals())\n"
-    code = f"{command}from tilegym_db.cli.boundary import run\nexit(run(command))"
+    code = f"{command}from tilegym_db.cli.app import run\nexit(run(command))"
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "")
 
 
-@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/cli/app.py")  # separate processes
+@pytest.mark.turn("tilegym_db/cli/app.py", "tilegym_db/cli/app.py")  # separate processes
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "changes",
@@ -282,7 +281,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
     assert run(given, "list").returncode == 0
 
 
-@pytest.mark.turn("tilegym_db/cli/boundary.py", "tilegym_db/paths.py")  # separate processes
+@pytest.mark.turn("tilegym_db/cli/app.py", "tilegym_db/paths.py")  # separate processes
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "place",

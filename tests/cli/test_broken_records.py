@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.resolver import resolve
+from tilegym_db.resolver.resolve import resolve
 
 
 def definition_file(overlay: Path) -> Path:
@@ -197,7 +197,7 @@ def test_unreadable_loop_journal_stops_only_commands_of_the_loop(cli, row_scale,
     journal_traces(3.0)
     from tilegym_db.errors import StoreError
     from tilegym_db.records.loop import Attempt
-    from tilegym_db.store.loop import journaled
+    from tilegym_db.store.side_files import journaled
 
     (home / "loop").mkdir()
     os.mkfifo(home / "loop" / "attempts.jsonl")

@@ -22,7 +22,7 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.capture import run_model
 from tilegym_db.models.random_model import build_model, load_config
-from tilegym_db.published.checked import checked_file
+from tilegym_db.published.snapshot import checked_file
 from tilegym_db.published.table import ServingLock, load_table
 from tilegym_db.records import Trace
 from tilegym_db.sandbox import worker

@@ -42,6 +42,7 @@ def test_a_regression_is_a_table_and_exit_status_1(cli, slower):
     assert "1 regressions against HEAD on " in result.err
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # times two versions
 def test_a_void_session_has_an_exit_status_of_its_own(cli, slower, monkeypatch):
     monkeypatch.setitem(regress._BARS, "cpu", Bars(control_shift=-1.0, floor_us=-1.0))
     result = cli("regress", "--against", "HEAD", "--gpu", "cpu", "--json")

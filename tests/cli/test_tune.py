@@ -47,6 +47,7 @@ def test_a_search_ends_with_a_table_and_the_next_step(cli, add_blocked, home):
     ]
 
 
+@pytest.mark.turn("tilegym_db/cli/bench.py", "tilegym_db/measurement/tune/")  # a search of configs
 def test_a_config_that_is_wrong_is_a_finding_and_json_says_which(cli, add_blocked, home):
     add_blocked(7)
     result = cli("tune", "row_scale_blocked", "--gpu", "cpu", "--quick", "--json")

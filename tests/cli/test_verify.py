@@ -45,6 +45,7 @@ def failed(cli, row_scale, home, tmp_path):
     return shlex.split(row["failure_command"])
 
 
+@pytest.mark.turn("tilegym_db/cli/bench.py", "tilegym_db/measurement/benchmark.py")  # a bench run each
 def test_a_failure_names_the_command_that_shows_it_again(cli, failed):
     assert failed[:4] == ["tilegym-db", "debug", "reproduce", "row_scale_wrong"]
     result = cli(*failed[1:])
@@ -55,6 +56,7 @@ def test_a_failure_names_the_command_that_shows_it_again(cli, failed):
     assert again["got"] == "0"
 
 
+@pytest.mark.turn("tilegym_db/cli/bench.py", "tilegym_db/measurement/benchmark.py")  # a bench run each
 def test_another_solution_passes_the_same_case(cli, failed):
     failed[3] = "row_scale_stock"
     result = cli(*failed[1:])

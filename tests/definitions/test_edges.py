@@ -17,13 +17,13 @@ import torch
 from raising import raises
 
 from tilegym_db.backends.load import load_entry
-from tilegym_db.backends.torch_dtypes import dtype_name
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import scalars_with_axes, solve_axes, solve_dtypes
 from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.shared_buffers import dtype_name
 from tilegym_db.verification.comparison import check_outputs, followed, reference_errors
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import name_outputs, oracle, run_reference

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.published.input_files import read_lines, shipped_traces
 from tilegym_db.records import Definition, Workload
-from tilegym_db.sandbox.shared_buffers import same_bytes
+from tilegym_db.sandbox.shared_buffers import same_bytes, storage_dtype
 from tilegym_db.verification.comparison import check_lifted, check_outputs, followed, reference_errors
 from tilegym_db.verification.oracle import Lifted, lift, oracle, run_lifted, run_reference
 from tilegym_db.verification.self_test import self_test, tiny_workloads

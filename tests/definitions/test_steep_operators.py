@@ -10,9 +10,8 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.comparison import check_outputs
-from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import CONTENTS, DISTRIBUTIONS, RANGES
-from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.expected import CONTENT_SETS, ExpectedCache, OracleCase, WorkloadContents, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference

@@ -36,8 +36,10 @@ FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 FIRST = "docs/how-to/ask-the-database.md"
 """The page of commands that every run follows; the page of Python that every run follows is the generated one of operators."""
 LONGEST = "docs/how-to/serve-a-model.md"
-"""The page that takes a minute runs only nightly. The tests of ``tests/models`` patch such models daily."""
-OF_THE_NIGHT = {FASTER[0]: pytest.mark.alone, LONGEST: pytest.mark.nightly}
+OF_THE_NIGHT = {FASTER[0]: pytest.mark.alone, LONGEST: pytest.mark.nightly, FASTER[1]: pytest.mark.nightly}
+"""Pages that take a minute run only nightly. The tests of ``tests/models``, ``tests/resolver`` and ``tests/store`` patch such
+models, and call such functions, daily.
+"""
 GIVEN = [
     pytest.param(name, marks=() if name == FIRST else OF_THE_NIGHT.get(name, pytest.mark.records("name")))
     for name in PAGES

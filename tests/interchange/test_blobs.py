@@ -117,6 +117,9 @@ def test_what_is_positive_here_and_around_zero_there_is_noted(blob_export: Expor
     assert blob_export.notes["normalize_weight.weights"] == "drawn by the generator positive here, and at random there"
 
 
+@pytest.mark.turn(
+    "tilegym_db/interchange/flashinfer_export.py", "tilegym_db/verification/inputs.py"
+)  # exports many Workloads
 def test_only_what_cannot_be_drawn_there_lies_in_a_blob(blob_export: Export, shipped: Catalog) -> None:
     held = set()
     for path, inputs in inputs_of(blob_export):
@@ -203,6 +206,9 @@ def test_files_of_one_name_in_different_folders_stay_apart(
 # -- how many -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turn(
+    "tilegym_db/interchange/flashinfer_export.py", "tilegym_db/verification/inputs.py"
+)  # exports many Workloads
 def test_blobs_keep_to_their_limits_smallest_first(shipped: Catalog, tmp_path: Path) -> None:
     total, largest = 48 * KIB, 8 * KIB
     export = build_export(shipped, [], "moe", BlobFolder(tmp_path, total, largest))

@@ -31,7 +31,7 @@ from tilegym_db.judging.judging import compared, summary, verified_pairs
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.call import Call
 from tilegym_db.records.workload import Case
-from tilegym_db.scaffold import read_definition_file
+from tilegym_db.scaffold.definition_draft import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
 from tilegym_db.verification.expected import broken_constraint
 from tilegym_db.verification.inputs import draw_inputs

@@ -93,6 +93,7 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
     assert summary(pairs)["we fail it"] == 1
 
 
+@pytest.mark.turn("tilegym_db/judging/")  # judges in workers
 def test_solution_without_its_entry_function_stops_no_other(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
     from tilegym_db.measurement.machine import select_machine

@@ -72,6 +72,7 @@ def fill(tree: Tree, record: dict[str, Any]) -> None:
     tree.write(SOLUTION.replace("scale_torch", "writes_one"), writes)
 
 
+@pytest.mark.turn("tilegym_db/judging/")  # judges in workers
 @pytest.mark.slow
 def test_given_outputs_are_judged_and_missing_optional_ones_not(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements

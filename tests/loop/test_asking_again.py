@@ -16,7 +16,7 @@ from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
-from tilegym_db.store.loop import journaled
+from tilegym_db.store.side_files import journaled
 
 AUTHOR = """#!/usr/bin/env python3
 import json, pathlib, re, sys

@@ -22,7 +22,7 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.gpu_time import cpu_share, launched_us
 from tilegym_db.records.loop import Attempt, Task
-from tilegym_db.store.loop import journaled
+from tilegym_db.store.side_files import journaled
 
 HandIn = Callable[..., Path]
 

@@ -22,13 +22,12 @@ from tilegym_db.loop.tasks import discarded
 from tilegym_db.measurement.drafts import candidate_root
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import unpacked
-from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
-from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.loop import Attempt, Coverage, Estimate, Experiment, Task
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.publish import publish
+from tilegym_db.store.side_files import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 FAILED = "the proof says no"
@@ -168,6 +167,7 @@ def test_handing_in_what_the_loop_removed_puts_it_back(
     assert not list(candidate_root(home).glob("solutions/*/*/*"))
 
 
+@pytest.mark.turn("tilegym_db/loop/fit.py")  # publishes and discards
 @pytest.mark.parametrize("by_himself", [None, "for the user", "into the checkout"])
 def test_trial_keeps_what_the_user_published_after_the_discard(
     by_himself: str | None, row_scale: Path, home: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,9 +22,8 @@ from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import loop_folder
-from tilegym_db.records.loop import Attempt, Award, Coverage, Experiment, Task
-from tilegym_db.records.model_run import Estimate
-from tilegym_db.store.loop import append, journaled, loop_lock
+from tilegym_db.records.loop import Attempt, Award, Coverage, Estimate, Experiment, Task
+from tilegym_db.store.side_files import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 

@@ -73,6 +73,7 @@ def content(result: Any) -> Any:
         return text
 
 
+@pytest.mark.turn("tilegym_db/loop/mcp_server.py", "tilegym_db/cli/task.py")  # a server and a submission
 @pytest.mark.slow
 def test_client_creates_a_task_and_gets_a_verdict_on_a_kernel(home: Path) -> None:
     create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}

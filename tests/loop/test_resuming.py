@@ -20,9 +20,9 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import tasks_table
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Task
-from tilegym_db.store import loop
+from tilegym_db.store import side_files
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import append, journaled, loop_lock
+from tilegym_db.store.side_files import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 
@@ -70,7 +70,7 @@ def test_what_was_screened_is_not_screened_again(
         with pytest.raises(KeyboardInterrupt):
             submit(task, folder)
     assert len(screened) == 1
-    (newest,) = loop.latest(journaled(Attempt, home)).values()
+    (newest,) = side_files.latest(journaled(Attempt, home)).values()
     assert (newest.number, newest.stage, newest.verdict) == (1, "screened", "pending")
 
 

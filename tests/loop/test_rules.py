@@ -18,14 +18,13 @@ from tilegym_db.measurement.awards import claim_of, record_awards
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
-from tilegym_db.records.loop import Award, Experiment
-from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop import award_rows, journaled, read_patterns
 from tilegym_db.store.patterns import pattern_findings
+from tilegym_db.store.side_files import award_rows, journaled, read_patterns
 
 MakeTrace = Callable[..., Trace]
 
@@ -129,6 +128,7 @@ def test_ids_are_counted_and_the_same_source_keeps_its_own(make_trace: MakeTrace
     assert statuses() == {V1: "standing"}
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "tilegym_db/store/queries/publishing.py")  # ingests several runs
 def test_later_failure_revokes_and_a_new_pass_gets_a_new_number(make_trace: MakeTrace, home: Path) -> None:
     awarded(make_trace(0), home=home)
     awarded(make_trace(1, status="RUNTIME_ERROR"), home=home)
@@ -146,6 +146,7 @@ def test_a_pass_that_a_wrong_number_outweighs_earns_nothing(make_trace: MakeTrac
     assert statuses() == {}
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "tilegym_db/store/queries/publishing.py")  # ingests several runs
 def test_lucky_run_does_not_outlive_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
     awarded(make_trace(0, ci_low=2.0), home=home)
     _, reasons = awarded(make_trace(1, ci_low=0.9), home=home)
@@ -302,6 +303,7 @@ def test_a_section_is_a_pattern_of_the_language_of_its_page(row_scale: Path) -> 
     assert first.digest != second.digest
 
 
+@pytest.mark.turn("tilegym_db/measurement/awards.py", "tilegym_db/store/queries/publishing.py")  # ingests several runs
 @pytest.mark.parametrize("cites", ["trace:{0.trace_id}", "trace:{0.gpu}/{0.solution}/{axes}"])
 def test_evidence_that_a_later_failure_took_back_is_found(
     cites: str, make_trace: MakeTrace, row_scale: Path, home: Path

@@ -11,7 +11,7 @@ from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.loop import award_rows, journaled, verified_baselines
+from tilegym_db.store.side_files import award_rows, journaled, verified_baselines
 
 KERNELS = """
     SELECT trace_id FROM verified WHERE origin = 'shipped' AND role = 'kernel' AND definition IN ('attention_decode', 'softmax')
@@ -31,7 +31,7 @@ def store(home: Path):
 
 
 def kernel_traces(store: Store) -> list[Trace]:
-    from tilegym_db.store.queries import read_traces
+    from tilegym_db.store.queries.measured import read_traces
 
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 

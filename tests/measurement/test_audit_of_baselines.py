@@ -14,8 +14,7 @@ from tilegym_db.measurement import audit
 from tilegym_db.measurement.audit import GPU_CLOCK_ATTEMPTS, audit_clock, check_fresh_contents
 from tilegym_db.measurement.runner import WallRun
 from tilegym_db.records import Workload
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import ExpectedCache, OracleCase, WorkloadContents
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure
 

@@ -33,7 +33,7 @@ from tilegym_db.records import Definition, Trace
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.worker import WorkerHasNoMemory, WorkerProcess
-from tilegym_db.verification import contents
+from tilegym_db.verification import expected
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.inputs import BlobReader
 from tilegym_db.verification.session import Verification
@@ -122,6 +122,7 @@ def test_batch_with_torch_compile_has_fewer_workloads(make_catalog, tmp_path):
     ]
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # whole bench runs
 def test_no_operator_waits_for_all_contents_of_another(plans, tmp_path, monkeypatch):
     drawn: list[str] = []
     draw = local_executor._draw
@@ -196,6 +197,7 @@ def run(plans: list[DefinitionPlan], folder: Path, capacity: Capacity | None) ->
     return traces
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # whole bench runs
 def test_solutions_are_verified_in_parallel_but_not_while_timing(plans, tmp_path, monkeypatch):
     watch = Watch(monkeypatch)
     traces = run(plans(), tmp_path / "scratch", WIDE)
@@ -217,6 +219,7 @@ def test_solution_that_dies_later_is_timed_if_it_passed_before(plans, tmp_path, 
     assert status == {3: "PASSED", 5: "PASSED", 7: "RUNTIME_ERROR", 11: "PASSED"}
 
 
+@pytest.mark.turn("tilegym_db/measurement/local_executor.py")  # whole bench runs
 def test_fresh_worker_that_ends_before_timing_costs_one_workload(plans, tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
     enter, start = Runner.enter, WorkerHandle.start
@@ -249,7 +252,7 @@ def test_fresh_worker_that_ends_before_timing_costs_one_workload(plans, tmp_path
 
 @pytest.mark.nightly
 def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkeypatch):
-    expect, drawn, still_there = contents.make_oracle_case, [], []
+    expect, drawn, still_there = expected.make_oracle_case, [], []
 
     def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> OracleCase | None:
         if drawn:
@@ -261,7 +264,7 @@ def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkey
             raise torch.OutOfMemoryError("not enough memory")
         return expect(definition, case, device, blobs)
 
-    monkeypatch.setattr(contents, "make_oracle_case", short_of_memory)
+    monkeypatch.setattr(expected, "make_oracle_case", short_of_memory)
     traces = run(plans()[:1], tmp_path / "scratch", WIDE)
     assert sorted(trace.status for trace in traces) == ["PASSED"] * 6 + ["UNSUPPORTED"] * 2
     assert still_there

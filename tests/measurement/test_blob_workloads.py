@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Trace, Workload
-from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import CONTENT_SETS, ExpectedCache, WorkloadContents
 
 M, N = 12, 16
 SCALAR = {"factor": {"type": "scalar", "value": 0.5}}

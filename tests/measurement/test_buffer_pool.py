@@ -10,7 +10,7 @@ import torch
 from tilegym_db.measurement.runner import MAX_SLOTS_ON_CPU, MIN_SLOTS, BufferPool
 from tilegym_db.records import Definition
 from tilegym_db.sandbox.shared_buffers import same_bytes
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 
 
 @pytest.fixture

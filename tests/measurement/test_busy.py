@@ -51,6 +51,7 @@ def promoted(make_catalog: Callable[..., Any], tmp_path: Path) -> Callable[[], T
     return run
 
 
+@pytest.mark.turn("tilegym_db/measurement/time_workload.py")  # a whole bench run
 def test_pass_on_a_busy_machine_is_unsupported(promoted: Callable[[], Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(runner.MAX_WAITING)
     monkeypatch.setattr(runner, "stolen_us", lambda: [time.perf_counter_ns() / 1e3])  # the host takes all of it

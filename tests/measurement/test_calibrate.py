@@ -10,19 +10,19 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement import calibrate as module
+from tilegym_db.measurement import run_setup
 from tilegym_db.measurement.calibrate import (
     PeakCall,
     StopWatch,
     best_rate,
     calibrate,
     copy_candidates,
-    current_peaks,
     float32_precision,
     product_candidates,
     read_candidates,
 )
 from tilegym_db.measurement.machine import Machine, cpu_machine, select_machine
+from tilegym_db.measurement.run_setup import peaks_or_reason
 from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import PRODUCT_DTYPES, GpuPeaks, Measured
 
@@ -144,17 +144,17 @@ def test_the_precision_of_float32_products_is_put_back(precision):
 def test_a_cpu_has_no_peaks(home):
     with raises(HardwareError, "gpu_absent", "tilegym-db doctor calibrate"):
         calibrate(cpu_machine())
-    assert current_peaks(cpu_machine(), None, home) is None
+    assert peaks_or_reason(cpu_machine(), None, home) == (None, [])
     assert not home.exists()
 
 
 def test_unknown_gpu_is_calibrated_and_the_result_is_stored(home, monkeypatch):
-    monkeypatch.setattr(module, "calibrate", lambda machine: peaks())
+    monkeypatch.setattr(run_setup, "calibrate", lambda machine: peaks())
     h200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
     known = peaks(driver="1")
-    assert current_peaks(h200, known, home) == known
+    assert peaks_or_reason(h200, known, home) == (known, [])
     assert own_peaks_files(home) == []
-    assert current_peaks(h200, None, home) == peaks()
+    assert peaks_or_reason(h200, None, home) == (peaks(), [])
     (stored,) = own_peaks_files(home)
     assert GpuPeaks.from_json(stored.read_bytes()) == peaks()
 

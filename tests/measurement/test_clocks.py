@@ -189,6 +189,7 @@ class SteadyDriver:
         pass
 
 
+@pytest.mark.turn("tilegym_db/measurement/timing.py")  # a whole bench run
 @pytest.mark.parametrize(
     ("reasons", "status", "said"), [(0x4, "PASSED", ""), (0x40, "UNSUPPORTED", "hardware thermal slowdown")]
 )

@@ -21,7 +21,7 @@ from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.measurement.runner import BufferPool
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.workload import Case
-from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
+from tilegym_db.verification.expected import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.inputs import draw_inputs, draws_spread, spreads_otherwise
 from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
@@ -151,7 +151,7 @@ def run(x, w, offs):
 
 
 # A promotion of a large operator.
-@pytest.mark.turn("tilegym_db/verification/contents.py", "tilegym_db/verification/cases.py")
+@pytest.mark.turn("tilegym_db/verification/expected.py", "tilegym_db/verification/cases.py")
 def test_solution_wrong_with_all_rows_in_one_group_is_refused(
     tmp_path: Path, write_solution: Callable[..., SolutionFiles]
 ) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
-from tilegym_db.measurement.dev import DevOptions, DevReport, DevSession, choose_workload, kernel_rounds, try_kernel
+from tilegym_db.measurement.dev import DevOptions, DevReport, DevSession, choose_workload, kernel_rounds
 from tilegym_db.records import Solution
 
 PYTHON = "def run(x, weight, factor):\n    return x * weight * factor\n"
@@ -35,6 +37,11 @@ def run(x, weight, factor, out):
 TINY = {"axes": {"M": 4, "N": 8}, "tags": ["tiny"]}
 SMALL = {"axes": {"M": 9, "N": 32}, "tags": ["tiny"]}
 MODEL = {"axes": {"M": 2, "N": 8}, "tags": ["stage:decode"]}
+
+
+def try_kernel(path: Path, definition: str | None = None, *, catalog: Catalog, **options: Any) -> DevReport:
+    with contextlib.closing(kernel_rounds(DevOptions(path, definition, **options), catalog=catalog)) as rounds:
+        return next(rounds)
 
 
 @pytest.fixture
@@ -109,6 +116,7 @@ def test_kernel_on_a_gpu_is_compiled_by_its_call_and_timed(catalog, kernel):
     assert report.speedup > 0
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py")  # several rounds; tests/cli/test_dev.py has one daily
 def test_rounds_of_one_session_find_each_fault(tried):
     wrong = tried(TRITON.replace("* factor\n", "* factor * 1.5\n"))
     assert cause(wrong)[0] == "check"
@@ -163,6 +171,7 @@ def test_folder_of_a_solution_is_tried_as_its_record_says(catalog):
     assert report.solution.name == "row_scale_stock"
 
 
+@pytest.mark.turn("tilegym_db/measurement/dev.py")  # several rounds; tests/cli/test_dev.py has one daily
 def test_watch_picks_up_edits_of_kernel_and_shared_code(catalog, kernel, monkeypatch):
     (root,) = catalog.roots
     shared = root / "solutions/_lib/python/parts.py"

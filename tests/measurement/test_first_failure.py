@@ -19,7 +19,7 @@ from tilegym_db.measurement.run_setup import Observer, RunContext
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.solution import config_id
-from tilegym_db.verification.contents import WorkloadContents
+from tilegym_db.verification.expected import WorkloadContents
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.worker_handle import SCREEN
 

@@ -18,9 +18,9 @@ from tilegym_db.measurement import runner
 from tilegym_db.measurement.runner import BufferPool
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.processes import descendants
-from tilegym_db.verification import contents as contents_module
+from tilegym_db.verification import expected as contents_module
 from tilegym_db.verification import worker_handle
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import WorkerHandle
@@ -72,6 +72,7 @@ def test_failed_case_is_freed_with_its_error(monkeypatch: pytest.MonkeyPatch, dr
     assert held[0]() is None
 
 
+@pytest.mark.turn("tilegym_db/measurement/", "tilegym_db/sandbox/shared_buffers.py")  # whole bench runs
 def test_pool_that_cannot_be_filled_is_freed(monkeypatch: pytest.MonkeyPatch, drawn: WorkloadContents) -> None:
     before = descriptors()
     monkeypatch.setattr(runner, "fill_slot", no_memory)
@@ -80,6 +81,7 @@ def test_pool_that_cannot_be_filled_is_freed(monkeypatch: pytest.MonkeyPatch, dr
     assert descriptors() == before
 
 
+@pytest.mark.turn("tilegym_db/measurement/", "tilegym_db/sandbox/shared_buffers.py")  # whole bench runs
 def test_worker_unmaps_a_call_that_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch,
     drawn: WorkloadContents,

@@ -22,7 +22,7 @@ from tilegym_db.measurement.runner import MAX_WAITING, max_waiting_share
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.residues import SIZES
 from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
@@ -174,6 +174,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
     return handles
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py", "tilegym_db/verification/worker_handle.py")  # several workers
 def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerHandle]):
     alone, shared = make(KERNEL, 1), make(KERNEL, 3)
     one = verified(alone)
@@ -212,6 +213,7 @@ def test_small_case_is_checked_before_the_last_oracle_is_known(make: Any, monkey
     assert computed[-1] is True
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py", "tilegym_db/verification/worker_handle.py")  # several workers
 def test_error_of_an_oracle_ends_the_cases_that_are_coming(make: Any, monkeypatch: pytest.MonkeyPatch):
     get, asked = ExpectedCache.get, list[Any]()
 
@@ -345,6 +347,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
     return handles
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py", "tilegym_db/verification/worker_handle.py")  # several workers
 def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: list[WorkerHandle]):
     alone, shared = make(KERNEL, 1), make(KERNEL, 3)
     for subject in (alone, shared):
@@ -429,6 +432,7 @@ def test_lost_helper_of_sequences_leaves_them_to_the_worker(make: Any, seen: lis
     assert seen == [subject.handle]
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py", "tilegym_db/verification/worker_handle.py")  # several workers
 @pytest.mark.parametrize("workers", [1, 4])
 def test_dtypes_of_a_solution_are_fuzzed_side_by_side(make: Any, monkeypatch: pytest.MonkeyPatch, workers: int):
     by: dict[str, set[int]] = {}

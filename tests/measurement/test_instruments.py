@@ -228,6 +228,7 @@ def test_a_tensor_is_the_end_of_an_allocation_of_its_own(catalog: Catalog):
         assert given[name].storage_offset() == 1
 
 
+@pytest.mark.turn("tilegym_db/measurement/instruments/")  # starts the program of a tool
 @pytest.mark.slow
 def test_program_calls_each_solution_at_each_case_and_says_so(catalog: Catalog, tmp_path: Path):
     files, definition = catalog.solution("softmax_stock"), catalog.definition("softmax")

@@ -46,6 +46,7 @@ def verdicts(tmp_path_factory, make_catalog) -> dict[str, Trace]:
     return {trace.solution: trace for trace in report.traces}
 
 
+@pytest.mark.turn("tilegym_db/backends/cutile")  # interprets a kernel
 def test_a_right_kernel_passes_without_a_time(verdicts):
     trace = verdicts["row_scale_right"]
     assert (trace.tier, trace.status, trace.performance) == ("interpreter", "PASSED", None), trace.reason

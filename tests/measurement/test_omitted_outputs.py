@@ -61,6 +61,7 @@ def screened(catalog: Catalog, home: Path, *names: str) -> dict[str, Trace]:
     return {trace.solution: trace for trace in report.traces}
 
 
+@pytest.mark.turn("tilegym_db/measurement/plan.py", "tilegym_db/records/solution.py")  # a whole bench run
 def test_solution_that_omits_an_output_is_judged_but_not_timed(catalog: Callable[..., Catalog], home: Path) -> None:
     wrong = PART.replace("* factor)", "* factor * 1.01)")
     gaps = PART.replace("out.copy_(x", "out[1:].copy_(x[1:]")

@@ -16,7 +16,7 @@ from conftest import DEFINITION, KERNEL
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verification import session
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import (
     ShapeResult,
     ShapesAhead,

@@ -9,9 +9,9 @@ import pytest
 
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.benchmark import bench, run_plan
-from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.machine import Machine, cpu_machine
 from tilegym_db.measurement.plan import BenchReport, Options, make_plan
-from tilegym_db.measurement.run_setup import Observer
+from tilegym_db.measurement.run_setup import Observer, peaks_or_reason
 from tilegym_db.measurement.time_workload import check_time
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import shipped_root
@@ -137,10 +137,12 @@ def test_a_run_rejects_a_time_that_no_memory_could_keep_up_with(make_catalog, tm
 
 
 def test_uncalibrated_gpu_is_measured_and_the_report_says_so(make_catalog, tmp_path, monkeypatch):
-    def fail(*arguments: object) -> None:
+    def fail(machine: Machine) -> None:
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
-    monkeypatch.setattr("tilegym_db.measurement.calibrate.current_peaks", fail)
+    monkeypatch.setattr("tilegym_db.measurement.run_setup.calibrate", fail)
+    found = peaks_or_reason(Machine("cuda:0", "h200", "NVIDIA H200", "sm_90"), None, tmp_path)
+    monkeypatch.setattr("tilegym_db.measurement.benchmark.peaks_or_reason", lambda *_: found)
     report = bench(devices="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes

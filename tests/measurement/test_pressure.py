@@ -50,6 +50,7 @@ def press(root: Path, log: Path, *more: str) -> tuple[int, list[dict[str, Any]]]
     return status, [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.turn("tilegym_db/verification/sequences.py")  # a whole bench run
 def test_pressure_failure_is_reported_with_all_that_repeats_it(
     make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def verdicts(report: RegressionReport) -> dict[str, str]:
     return {row.solution: row.verdict for row in report.rows}
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # times two versions; tests/cli/test_regress.py does so daily
 def test_slow_version_regresses_and_the_reverse_improves(root):
     before = git(root, "rev-parse", "HEAD")
     rewrite(root, SLOW)  # not committed: the working tree is what is compared
@@ -101,6 +102,7 @@ def test_only_what_is_asked_for_is_compared(root):
         run(root, "HEAD", "row_scale_mew")
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # times two versions; tests/cli/test_regress.py does so daily
 def test_version_that_no_longer_passes_is_broken_without_times(root):
     rewrite(root, WRONG)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))
@@ -118,6 +120,7 @@ def test_control_that_differs_from_itself_cancels_a_regression(root):
     assert report.findings == []
 
 
+@pytest.mark.turn("tilegym_db/measurement/regress.py")  # times two versions; tests/cli/test_regress.py does so daily
 def test_old_version_that_fails_or_does_not_fit_is_not_compared(root):
     rewrite(root, WRONG)
     rewrite(root, FAST.replace("factor, out", "out"), "row_scale_other")

@@ -66,6 +66,7 @@ def test_kept_runs_of_other_pairs_are_refused(stability, tmp_path):
         stability.read_runs(tmp_path / "runs.json", pairs[:1])
 
 
+@pytest.mark.turn("tilegym_db/measurement/timing.py")  # times three runs
 def test_runs_from_nothing_agree_on_a_clear_winner(stability, make_catalog, tmp_path, monkeypatch, capsys):
     catalog = make_catalog(
         tmp_path,

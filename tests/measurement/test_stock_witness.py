@@ -16,7 +16,7 @@ import torch
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import BaselineCheck, Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle
@@ -65,6 +65,7 @@ def verified(subject: Verification) -> VerifiedWorkload | Failure:
     return subject.verify(contents, [workload], SEED, cache)
 
 
+@pytest.mark.turn("tilegym_db/verification/session.py")  # a whole bench run
 def test_case_that_stock_code_fails_too_is_dropped_with_a_note(make: Any) -> None:
     stock = make("scaled_stock", NAN_AT_INFINITY, role="baseline", provides="stock")
     subject = make("scaled_same", NAN_AT_INFINITY)

@@ -88,7 +88,7 @@ def package(make_catalog: Callable[..., Catalog], tmp_path: Path, ship: Callable
     """A package that ships an operator with stock code and a fast kernel; the user's overlay has another kernel for it."""
     from write_checked_records import judged
 
-    from tilegym_db.published.checked import checked_file
+    from tilegym_db.published.snapshot import checked_file
 
     root = tmp_path / "shipped"
     catalog = make_catalog(

@@ -58,6 +58,7 @@ def test_adapted_model_is_served(
     assert torch.equal(logits(wrapper, prompt(), use_cache=False), stock)
 
 
+@pytest.mark.turn("tilegym_db/models/call_site.py", "tilegym_db/models/patch.py")  # patches several models
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_adapted_model_generates_with_kernels(order: str, kernels: Catalog, build: Any, prompt: Any) -> None:
     stock = adapted(build()).generate(prompt(), max_new_tokens=3, do_sample=False)

@@ -20,7 +20,7 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models import parts
 from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.paths import shipped_root
-from tilegym_db.resolver import resolve
+from tilegym_db.resolver.resolve import resolve
 
 
 class MeanAbsNorm(torch.nn.Module):

@@ -25,7 +25,7 @@ from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS, ModelBenchOption
 from tilegym_db.models.bench.model_bench import model_bench as run_model_bench
 from tilegym_db.models.patch import model_tag
 from tilegym_db.models.random_model import build_model, load_config
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.store.side_files import read_model_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.sweep]

@@ -71,6 +71,7 @@ CHANGES = st.lists(
 )
 
 
+@pytest.mark.turn("tilegym_db/published/snapshot.py")  # every shipped trace
 @settings(max_examples=40, deadline=None)
 @given(CHANGES)
 def test_no_trace_loses_anything_but_digits(changes: list[tuple[int, dict[str, Any]]]) -> None:

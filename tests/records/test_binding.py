@@ -129,6 +129,7 @@ def test_a_flag_selects_code_and_an_epsilon_does_not() -> None:
     assert not is_code_selecting(op, "eps")
 
 
+@pytest.mark.turn("tilegym_db/records/call.py", "workloads/")  # every shipped workload
 def test_the_arguments_of_every_shipped_workload_bind_back_to_it() -> None:
     catalog = Catalog((shipped_root(),))
     for workload in catalog.all_workloads():

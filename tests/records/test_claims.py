@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tilegym_db.records.model_run import MIN_ROUNDS, Estimate, claim_of
+from tilegym_db.records.loop import MIN_ROUNDS, Estimate, claim_of
 
 
 def between(low: float, high: float) -> Estimate:

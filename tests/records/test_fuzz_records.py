@@ -26,7 +26,7 @@ from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import read_lines
 from tilegym_db.records import Definition, Trace, Workload
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.side_files import TuningStep

@@ -38,6 +38,7 @@ def test_the_schema_names_every_part_of_a_model(schemas):
     assert sorted(names) == sorted(PARTS)
 
 
+@pytest.mark.turn("tilegym_db/published/schema.py")  # writes every schema in a process
 def test_check_fails_on_a_stale_file_and_writing_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["schema", *arguments, str(tmp_path)])

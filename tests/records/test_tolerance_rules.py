@@ -10,7 +10,7 @@ from raising import raises
 from verification.low_precision import RECORD, TOLERANCE
 
 from tilegym_db.errors import RecordError
-from tilegym_db.published.checked import bounds_of, why_implausible
+from tilegym_db.published.snapshot import bounds_of, why_implausible
 from tilegym_db.records import Definition
 from tilegym_db.records.definition import limits_for
 

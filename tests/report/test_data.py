@@ -9,7 +9,7 @@ from model_runs import model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.published.input_files import published_model_files
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.report.page import ReportData, reproduce_command
 from tilegym_db.report.weekly import FEW, weekly
 from tilegym_db.store.connection import Store, open_store
@@ -135,6 +135,7 @@ def test_week_without_changes_says_so_and_shows_the_standings(shipped_report: Re
     assert stands == {row["gpu"]: row["n"] for row in store.rows("SELECT gpu, count(*) AS n FROM best GROUP BY gpu")}
 
 
+@pytest.mark.turn("tilegym_db/report/", "tilegym_db/store/queries/")  # reads all shipped data
 def test_short_form_of_all_shipped_data_is_read_in_a_minute(year_ago: datetime, store: Store):
     short = weekly(store, year_ago, see_all="SEE ALL")
     models = [row for row in model_rows(store) if row["timestamp"] >= year_ago]
@@ -143,6 +144,7 @@ def test_short_form_of_all_shipped_data_is_read_in_a_minute(year_ago: datetime, 
     assert "SEE ALL" not in weekly(store, year_ago, whole=True, see_all="SEE ALL")
 
 
+@pytest.mark.turn("tilegym_db/report/", "tilegym_db/store/queries/")  # reads all shipped data
 def test_runs_of_a_week_are_listed_or_gathered_by_model_if_many(catalog: Catalog, tmp_path: Path):
     def models(count: int, *, whole: bool = False) -> list[dict[str, str]]:
         for number in range(count):
@@ -165,6 +167,7 @@ def test_runs_of_a_week_are_listed_or_gathered_by_model_if_many(catalog: Catalog
     assert len(models(6, whole=True)) == 18
 
 
+@pytest.mark.turn("tilegym_db/report/", "tilegym_db/store/queries/")  # reads all shipped data
 def test_what_the_short_form_gathers_adds_up_to_the_whole(year_ago: datetime, store: Store):
     short, whole = weekly(store, year_ago), weekly(store, year_ago, whole=True)
     named, gathered = table_of(whole, "Kernels"), table_of(short, "Kernels")
@@ -202,6 +205,7 @@ def test_the_kernels_of_a_week_are_the_awards_that_stand(year_ago: datetime, sto
         assert cells["languages"]
 
 
+@pytest.mark.turn("tilegym_db/report/", "tilegym_db/store/queries/")  # reads all shipped data
 def test_revocations_come_first_and_what_does_not_fit_is_counted(
     year_ago: datetime, store: Store, monkeypatch: pytest.MonkeyPatch
 ):

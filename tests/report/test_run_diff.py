@@ -18,7 +18,7 @@ from tilegym_db.report.weekly import CHANGES, change_of, diff_page, read_diff
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import read_traces
+from tilegym_db.store.queries.measured import read_traces
 
 A, B = "20261101T000000-h200-aaaaaa", "20261102T000000-h200-bbbbbb"
 
@@ -85,6 +85,7 @@ def test_two_runs_differ_if_one_is_slower_or_lacks_a_measurement(two: Store) -> 
     assert [name for name, *_ in diff.circumstances] == ["triton"]
 
 
+@pytest.mark.turn("tilegym_db/report/")  # fills a database
 def test_a_run_against_itself_has_no_difference(two: Store) -> None:
     diff = read_diff(two, A, A)
     assert {one.change for one in diff.differences} == {"not known"}

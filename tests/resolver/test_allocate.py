@@ -8,10 +8,10 @@ import pytest
 import torch
 from shipped_records import CATALOG
 
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 
 DEFINITIONS = list(CATALOG.definitions.values())
 SERVED = [record for record in DEFINITIONS if record.serving is not None]

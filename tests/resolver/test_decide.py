@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tilegym_db.errors import UsageError
-from tilegym_db.records.call import Call
-from tilegym_db.resolver import Decision, Request, call_site, decide, load_table, make_request, resolve
-from tilegym_db.resolver.decide import not_in_compiled_code
+from tilegym_db.published.table import load_table
+from tilegym_db.records.call import Call, Request
+from tilegym_db.resolver.decide import Decision, decide, not_in_compiled_code
+from tilegym_db.resolver.resolve import call_site, make_request, resolve
 
 
 def ask(shop: Any, *, definition: str = "scale_rows", axes: dict[str, int] | None = None, **changes: Any) -> Request:

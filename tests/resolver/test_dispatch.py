@@ -14,8 +14,8 @@ from raising import raises
 
 from tilegym_db.backends.toolchains import declared_libraries
 from tilegym_db.errors import NoSolutionError, SolutionError
-from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.resolver.resolve import call_site
 
 
 def args(m: int = 4, n: int = 8, **changes: Any) -> list[Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.resolver import call_site
-from tilegym_db.resolver.resolve import stock_launcher
+from tilegym_db.resolver.resolve import call_site, stock_launcher
 
 SLOW = "import time\n\n\ndef run(x, weight, eps):\n    time.sleep(1e-3)\n    return x * weight + eps\n"
 RIGHT = "def run(x, weight, eps, out):\n    out.copy_(x * weight + eps)\n"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tilegym_db.records.call import bind_call
-from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import octave, span_around
 from tilegym_db.resolver.hot_path import size_of
+from tilegym_db.resolver.resolve import call_site
 
 KERNEL = "def run(q, k, out):\n    out.copy_({sign}q * k.sum(1))\n"
 SIGNS = {"first": "", "second": "-"}

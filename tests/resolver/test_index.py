@@ -16,8 +16,8 @@ from tilegym_db.published.entries import why_outside_scalars
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import LAUNCHES, Call
-from tilegym_db.resolver import Decision, decide, make_request
-from tilegym_db.resolver.resolve import PointIndex, index_of
+from tilegym_db.resolver.decide import Decision, decide
+from tilegym_db.resolver.resolve import PointIndex, index_of, make_request
 
 DEFINITION = Definition.from_dict(
     {

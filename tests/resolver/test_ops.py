@@ -15,12 +15,12 @@ from shipped_records import CATALOG
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_db
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
 from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.records import Definition
 from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 
@@ -83,6 +83,7 @@ def test_a_function_says_what_it_takes_and_gives() -> None:
     assert inspect.signature(tilegym_db.ops.topk_gate).parameters["top_k"].annotation is int
 
 
+@pytest.mark.turn("tilegym_db/ops/")  # compiles, or starts a process
 def test_help_of_an_open_operator_names_the_reference() -> None:
     served = {"rms_norm", "topk_gate", "gemm_fp8_blockwise"}
     unserved = {name for name, definition in Catalog.default().definitions.items() if definition.is_open}
@@ -286,6 +287,7 @@ def test_compiled_code_has_one_operator_that_a_kernel_serves(shop: Shop, publish
     assert len(seen) == 2  # the second one is for any number of rows
 
 
+@pytest.mark.turn("tilegym_db/ops/")  # compiles, or starts a process
 def test_transform_in_compiled_code_equals_the_eager_one(shop: Shop, published: SolutionFiles) -> None:
     function = function_of("scale_rows", shop.catalog)
     torch._dynamo.reset()

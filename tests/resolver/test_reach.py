@@ -8,10 +8,11 @@ import pytest
 from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.published.neighbours import same_tiles
+from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
-from tilegym_db.resolver import Decision, decide, load_table, make_request
-from tilegym_db.resolver.decide import axes_beyond
+from tilegym_db.resolver.decide import Decision, axes_beyond, decide
+from tilegym_db.resolver.resolve import make_request
 
 HEADS: dict[str, Any] = {
     "axes": {name: {"type": "var"} for name in ("B", "Hq", "Hkv", "D")},

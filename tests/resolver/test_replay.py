@@ -11,9 +11,9 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import UsageError
-from tilegym_db.resolver import call_site, resolve
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import is_replayed, replayed, threads
+from tilegym_db.resolver.resolve import call_site, resolve
 
 OTHER = "def run(x, weight, eps, out):\n    out.fill_(7)\n"
 

@@ -13,7 +13,8 @@ from tilegym_db import resolve
 from tilegym_db.errors import UsageError
 from tilegym_db.published.table import table_for
 from tilegym_db.records.call import Call
-from tilegym_db.resolver import Decision, decide, make_request
+from tilegym_db.resolver.decide import Decision, decide
+from tilegym_db.resolver.resolve import make_request
 
 SOURCE = "def run(x, weight, eps, out):\n    out.copy_(x * weight + eps)\n"
 PROMISED = {"batch_invariant": True}

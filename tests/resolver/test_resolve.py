@@ -14,7 +14,7 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import HardwareError, NoSolutionError, NotFoundError, UsageError
-from tilegym_db.resolver import call_site, resolve
+from tilegym_db.resolver.resolve import call_site, resolve
 
 FLOAT32 = {"dtypes": {"T": "float32"}}
 
@@ -143,7 +143,7 @@ def test_asking_needs_no_torch(shop: Any, publish_kernel: Callable[..., None]) -
 import sys
 from pathlib import Path
 from tilegym_db.catalog import Catalog
-from tilegym_db.resolver import call_site, resolve
+from tilegym_db.resolver.resolve import call_site, resolve
 answer = resolve("scale_rows", axes={{"M": 4, "N": 8}}, dtypes={{"T": "float32"}}, gpu="cpu",
                  catalog=Catalog((Path({str(shop.root)!r}),)))
 print(answer.solution.name, sorted({{"torch", "duckdb"}} & set(sys.modules)))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.resolver.resolve import call_site
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,8 @@ import torch
 
 from tilegym_db.errors import UsageError
 from tilegym_db.records.call import Call
-from tilegym_db.resolver import make_request
 from tilegym_db.resolver.hot_path import allocate_of
-from tilegym_db.resolver.resolve import resolve
+from tilegym_db.resolver.resolve import make_request, resolve
 
 BEST = {
     "axes": {"M": {"type": "var"}, "E": {"type": "var"}, "K": {"type": "var", "scalar": "top_k"}},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.resolver import call_site, resolve
+from tilegym_db.resolver.resolve import call_site, resolve
 
 ROWS, COLUMNS = {"shape": ["M", "N"], "dtype": "T"}, {"shape": ["N"], "dtype": "T"}
 BACKWARD: dict[str, Any] = {

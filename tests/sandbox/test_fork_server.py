@@ -49,6 +49,7 @@ def test_worker_has_no_file_of_the_process_it_was_forked_from(peer):
     assert len(answer.content["files"]) <= 4 + opened_by_looking  # standard streams and the channel
 
 
+@pytest.mark.turn("tilegym_db/sandbox/fork_server.py", "tilegym_db/sandbox/worker.py")  # starts fork servers
 def test_killed_fork_server_ends_its_workers_and_is_replaced(tmp_path, write_peer):
     script = write_peer(tmp_path / "peer.py", "answer()")
     first = WorkerProcess("cpu", tmp_path / "1", script=script)
@@ -69,6 +70,7 @@ def test_killed_fork_server_ends_its_workers_and_is_replaced(tmp_path, write_pee
         first.close()
 
 
+@pytest.mark.turn("tilegym_db/sandbox/fork_server.py", "tilegym_db/sandbox/worker.py")  # starts fork servers
 def test_abandoned_answer_is_not_taken_for_the_next(tmp_path, write_peer, monkeypatch):
     script = write_peer(tmp_path / "peer.py", "answer(home=os.environ['HOME'])")
     with monkeypatch.context() as patch:

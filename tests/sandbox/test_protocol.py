@@ -16,6 +16,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
+@pytest.mark.turn("tilegym_db/sandbox/protocol.py")  # many messages through a pipe
 @given(st.dictionaries(st.text(), values), st.integers())
 def test_a_message_survives_the_pipe_as_one_line(content, number):
     message = {**content, "id": number}
@@ -58,6 +59,7 @@ def ends() -> Iterator[tuple[socket.socket, Channel]]:
         yield here, channel
 
 
+@pytest.mark.turn("tilegym_db/sandbox/protocol.py")  # many messages through a pipe
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), values, max_size=3), min_size=1, max_size=3), st.integers(1, 50))
 def test_requests_are_separated_however_they_are_cut(contents, size):

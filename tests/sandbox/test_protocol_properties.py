@@ -37,6 +37,7 @@ keys = (
 messages = st.dictionaries(keys, values | st.fixed_dictionaries({"kind": scalars, "what": values}), max_size=6)
 
 
+@pytest.mark.turn("tilegym_db/sandbox/protocol.py")  # many examples
 @EXAMPLES
 @given(messages, st.integers(0, 2**53))
 def test_any_message_is_one_line_and_comes_back(content, number):
@@ -47,6 +48,7 @@ def test_any_message_is_one_line_and_comes_back(content, number):
     assert json.dumps(found, sort_keys=True) == json.dumps({**content, "id": number}, sort_keys=True)
 
 
+@pytest.mark.turn("tilegym_db/sandbox/protocol.py")  # many examples
 @EXAMPLES
 @given(messages, st.integers(0, 2**53), st.data())
 def test_tampered_message_is_refused_or_still_a_message(content, number, data):
@@ -97,6 +99,7 @@ TRACE: dict[str, Any] = {
 }
 
 
+@pytest.mark.turn("tilegym_db/sandbox/protocol.py")  # many examples
 @EXAMPLES
 @given(messages)
 def test_the_texts_of_any_answer_can_be_stored_and_shown(content):

@@ -7,8 +7,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition
-from tilegym_db.scaffold import draft_definition, read_definition_file
-from tilegym_db.scaffold.definition_draft import open_places, parse_tensors
+from tilegym_db.scaffold.definition_draft import draft_definition, open_places, parse_tensors, read_definition_file
 
 SIGNATURES = {
     "a norm": ("x[M, N], weight[N], bias[N], eps", "out[M, N]"),

@@ -8,8 +8,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, UsageError
-from tilegym_db.scaffold import workloads_from_config
-from tilegym_db.scaffold.model_config import read_model_config, typed_config
+from tilegym_db.scaffold.model_config import read_model_config, typed_config, workloads_from_config
 
 LLAMA = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.solution import signature_problem
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
-from tilegym_db.scaffold import draft_solution, stock_solution_files
+from tilegym_db.scaffold.solution_draft import draft_solution, stock_solution_files
 
 DEFINITIONS = sorted(CATALOG.definitions)
 

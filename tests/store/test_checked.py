@@ -16,8 +16,8 @@ from write_checked_records import judged
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import file_of
 from tilegym_db.paths import shipped_root
-from tilegym_db.published import checked
-from tilegym_db.published.checked import Checked, checked_file
+from tilegym_db.published import snapshot
+from tilegym_db.published.snapshot import Checked, checked_file
 from tilegym_db.records import Workload
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import definition_rows, solution_rows, workload_rows
@@ -66,9 +66,10 @@ def shipped(tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
     return root
 
 
+@pytest.mark.turn("tilegym_db/published/snapshot.py")  # fills two databases
 def test_the_list_fills_the_database_as_judging_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_list = rows_of(Catalog((shipped_root(),)))
-    monkeypatch.setattr(checked, "checked_file", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(snapshot, "checked_file", lambda: tmp_path / "none.json")
     without = rows_of(Catalog((shipped_root(),)))
     assert with_list == without
     assert all(len(rows) > 100 for rows in without)
@@ -80,7 +81,7 @@ def test_doubts_are_the_same_if_every_shipped_trace_is_checked(monkeypatch: pyte
     plausible = Checked(catalog).plausible()
     with open_store(tmp_path / "one", catalog=catalog, read_only=True) as store:
         first = store.rows("SELECT trace_id, doubt, is_newest FROM trace_records ORDER BY ALL")
-    monkeypatch.setattr(checked, "checked_file", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(snapshot, "checked_file", lambda: tmp_path / "none.json")
     with open_store(tmp_path / "two", catalog=catalog, read_only=True) as store:
         assert store.rows("SELECT trace_id, doubt, is_newest FROM trace_records ORDER BY ALL") == first
         doubted = store.rows("SELECT DISTINCT definition FROM traces WHERE doubt IS NOT NULL")

@@ -23,7 +23,7 @@ from tilegym_db.store import filling
 from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
+from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
 
 NOBODY = 65534
@@ -263,6 +263,7 @@ def test_reader_beside_another_reader_reports_the_old_catalog(opened, root):
             assert "catalog changed" in second.stale
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 def test_no_progress_bar_goes_to_stdout_of_a_prompt(opened, home, root):
     with opened():
         pass
@@ -279,6 +280,7 @@ for read_only in (True, False):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 def test_reader_that_waits_sees_the_catalog_once_a_writer_ends(opened, root, home):
     with opened():
         pass
@@ -339,6 +341,7 @@ def old_store(opened, home, root, catalog, trace, write_traces):
     return {item.trace_id: item for item in (journaled, given)}
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 @pytest.mark.parametrize("read_only", [True, False])
 def test_store_of_an_older_schema_is_remade_once_without_loss(opened, old_store, catalog, home, caplog, read_only):
     with opened(read_only=read_only) as store:
@@ -360,6 +363,7 @@ def test_store_of_an_older_schema_is_remade_once_without_loss(opened, old_store,
     ]
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 def test_rebuild_remakes_an_older_store_from_its_journals_alone(opened, old_store, home, root):
     assert rebuild(home, catalog=Catalog((root,))).added == 1
     with opened() as store:
@@ -438,6 +442,7 @@ def test_a_read_only_folder_is_named_with_the_way_out(read_only_folder):
     assert list((read_only_folder / "home").iterdir()) == []
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 def test_a_full_disk_leaves_no_half_made_store(opened, home, file_size_limit):
     with file_size_limit(64 * 1024), raises(StoreError, "disk_full", "TILEGYM_DB_HOME"), opened():
         pass
@@ -496,7 +501,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
     open_store(home, read_only=True, catalog=Catalog((root,))).close()
     code = (
         "import sys\nfrom pathlib import Path\nfrom tilegym_db.catalog import Catalog\n"
-        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries import best_rows\n"
+        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries.measured import best_rows\n"
         f"with open_store(Path({str(home)!r}), read_only=True, catalog=Catalog((Path({str(root)!r}),))) as store:\n"
         "    best_rows(store)\n"
         "slow = {'filling', 'definition', 'solution', 'trace', 'workload'}\n"
@@ -507,6 +512,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
 @pytest.mark.parametrize(("pages", "limit"), [(1 << 16, "128.0 MiB"), (1 << 30, "2.0 GiB")])
 def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, pages, limit):
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}

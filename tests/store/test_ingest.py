@@ -21,7 +21,7 @@ from tilegym_db.store import connection as opening
 from tilegym_db.store import journal as journals
 from tilegym_db.store.filling import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal, joined
-from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
+from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 
 INGESTER = """
 import sys
@@ -306,6 +306,7 @@ def test_a_missing_file_is_named(opened):
         ingest(store, [Path("/nowhere.jsonl")])
 
 
+@pytest.mark.turn("tilegym_db/store/journal.py", "tilegym_db/store/filling.py")  # fills databases
 def test_two_ingests_at_once_both_land(home, root, write_traces, trace):
     files = [write_traces(*(trace() for _ in range(50))) for _ in range(2)]
     started = [
@@ -324,6 +325,7 @@ def test_two_ingests_at_once_both_land(home, root, write_traces, trace):
     assert [process.communicate()[0].strip() for process in started] == ["50", "50"]
 
 
+@pytest.mark.turn("tilegym_db/store/journal.py", "tilegym_db/store/filling.py")  # fills databases
 def test_ingest_killed_afterwards_is_seen_by_readers_and_writers(opened, home, root, write_traces, trace):
     file = write_traces(*(trace() for _ in range(50)))
     command = [sys.executable, "-c", KILLED, str(home), str(root), str(file)]
@@ -349,6 +351,7 @@ def test_a_full_disk_ingests_nothing_and_the_store_still_opens(opened, home, wri
         assert ingest(store, [many]).added == 1499
 
 
+@pytest.mark.turn("tilegym_db/store/journal.py", "tilegym_db/store/filling.py")  # fills databases
 def test_the_database_can_be_made_anew_from_journals(opened, home, root, trace, catalog):
     old_definition = catalog.definition("scale")
     kept = [trace(), trace(kind="tilelang")]
@@ -369,6 +372,7 @@ def test_the_database_can_be_made_anew_from_journals(opened, home, root, trace, 
         assert ingest(store).files == 0
 
 
+@pytest.mark.turn("tilegym_db/store/journal.py", "tilegym_db/store/filling.py")  # fills databases
 def test_a_damaged_database_is_made_anew(opened, home, catalog, trace):
     with Journal("run-1", home) as journal:
         journal.append(trace())
@@ -436,6 +440,7 @@ def test_fifo_among_journals_is_skipped_and_a_named_one_refused(opened, home):
         Journal("run", home)
 
 
+@pytest.mark.turn("tilegym_db/store/journal.py", "tilegym_db/store/filling.py")  # fills databases
 def test_reader_sees_what_a_killed_run_journaled(opened, home, trace):
     with opened(), Journal("first", home) as journal:
         journal.append(trace())

@@ -12,7 +12,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.page import page, read_report
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.queries import best_rows, count_unverified, leaderboard_rows, measured_gpus
+from tilegym_db.store.queries.measured import best_rows, count_unverified, leaderboard_rows, measured_gpus
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +59,7 @@ def test_best_of_one_operator_does_not_read_the_others(store: Store) -> None:
     assert seconds(lambda: best_rows(store, "rms_norm", for_table=True)) < 1.0
 
 
+@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/")  # stores of many traces
 def test_first_rows_of_every_operator_come_quickly(store: Store) -> None:
     assert seconds(lambda: best_rows(store, limit=2001, for_table=True)) < 3.0
 

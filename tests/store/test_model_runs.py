@@ -13,13 +13,11 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
-from tilegym_db.records.loop import Experiment
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import Experiment, ModelRun
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import IngestReport
-from tilegym_db.store.loop import append
 from tilegym_db.store.publish import PublishReport, publish
-from tilegym_db.store.side_files import read_model_run, save_model_run
+from tilegym_db.store.side_files import append, read_model_run, save_model_run
 
 TINY = f"tiny{MODELS_SUFFIX}"
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"
@@ -131,6 +129,7 @@ def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None
 ORIGINS = "SELECT run_id, origin, trusted FROM model_runs ORDER BY run_id"
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 @pytest.mark.parametrize("edit", [('"layers": 2', '"layers": 3'), ('"signature": "', '"signature": "0')])
 def test_edited_run_is_foreign_until_the_user_trusts_it(
     opened: Any, home: Path, catalog: Catalog, edit: tuple[str, str]
@@ -236,6 +235,7 @@ def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, hom
     }
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 def test_published_runs_fill_a_fresh_store_with_one_row_each(
     published: Any, opened: Any, home: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +250,7 @@ def test_published_runs_fill_a_fresh_store_with_one_row_each(
     assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["two"]  # it is in this home
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -267,6 +268,7 @@ def test_published_file_that_differs_from_its_lock_is_not_used(
     assert [str(path) in record.getMessage() and said in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.turn("tilegym_db/store/side_files.py", "tilegym_db/published/snapshot.py")  # fills databases
 def test_line_that_is_no_run_of_its_gpu_is_named_and_left_out(
     published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.filling import ingest, rebuild
-from tilegym_db.store.queries import best_rows
+from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.statements import TRUST_FOREIGN
 
 MARKED = "SELECT trace_id FROM trace_records WHERE is_newest ORDER BY timestamp"
@@ -128,6 +128,7 @@ def test_pass_doubted_later_gives_its_mark_to_the_one_before(opened, root, home,
         assert [row["latency_us"] for row in best_rows(store)] == [50.0]
 
 
+@pytest.mark.turn("tilegym_db/store/")  # fills a database
 def test_a_database_that_is_made_anew_has_the_marks(opened, home, catalog, write_traces, trace, tmp_path):
     from tilegym_db.store.journal import Journal
 

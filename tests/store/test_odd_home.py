@@ -19,7 +19,7 @@ from tilegym_db.store import connection
 from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store, writer_lock
 from tilegym_db.store.filling import rebuild
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.loop import journaled
+from tilegym_db.store.side_files import journaled
 
 PLACES: dict[str, Callable[[Path], object]] = {
     KEY_NAME: lambda home: signature(home, "trace", b"{}"),

@@ -11,11 +11,12 @@ from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.store.filling import ingest, overrule, rebuild
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import best_rows, find_traces
+from tilegym_db.store.queries.measured import best_rows, find_traces
 
 WRONG = "INCORRECT_NUMERICAL"
 
 
+@pytest.mark.turn("tilegym_db/store/")  # fills databases
 def test_passes_count_again_once_the_wrong_number_is_overruled(opened, write_traces, trace, tmp_path):
     failed, passed = trace(status=WRONG), trace()
     with opened() as store:
@@ -35,6 +36,7 @@ def test_passes_count_again_once_the_wrong_number_is_overruled(opened, write_tra
     assert sorted(published, key=lambda one: one.timestamp) == [passed, said]
 
 
+@pytest.mark.turn("tilegym_db/store/")  # fills databases
 def test_every_wrong_number_needs_its_own_overruling(opened, write_traces, trace):
     first, second, passed = trace(status=WRONG), trace(status=WRONG, m=1), trace()
     with opened() as store:
@@ -45,6 +47,7 @@ def test_every_wrong_number_needs_its_own_overruling(opened, write_traces, trace
         assert len(best_rows(store)) == 1
 
 
+@pytest.mark.turn("tilegym_db/store/")  # fills databases
 def test_overruling_is_journaled_and_survives_a_rebuild(opened, home, catalog, trace, write_traces):
     failed = trace(status=WRONG)
     with opened() as store:

@@ -12,7 +12,7 @@ from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import read_peaks
+from tilegym_db.store.queries.measured import read_peaks
 from tilegym_db.store.side_files import save_peaks
 
 

@@ -17,7 +17,7 @@ from tilegym_db.errors import QueryError, RecordError
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import Store, open_store, run_user_query
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import read_traces
+from tilegym_db.store.queries.measured import read_traces
 
 # Drawn lines; test_ingest.py has a line of each fault daily.
 pytestmark = pytest.mark.turn("tilegym_db/store/", "tilegym_db/records/")

@@ -8,7 +8,7 @@ from tilegym_db.published.table import revoked_passes
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.verdicts import VERIFIED_TIERS
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import (
+from tilegym_db.store.queries.measured import (
     Promotable,
     best_rows,
     count_unverified,
@@ -19,13 +19,11 @@ from tilegym_db.store.queries import (
     likely_fastest_of,
     measured_gpus,
     promotable,
-    promoted_rows,
-    publishable_rows,
     read_traces,
     traces_of,
     tuned_configs,
-    verified_rows,
 )
+from tilegym_db.store.queries.publishing import promoted_rows, publishable_rows, verified_rows
 from tilegym_db.store.statements import views_sql
 
 REVOKING = ["INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "TIMEOUT", "REJECTED"]

@@ -24,7 +24,7 @@ from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.published.shared_tables import hidden
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import best_rows
+from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_set, share_traces, sync_traces
 
 BATCHES, ROWS = 16, 20
@@ -312,6 +312,7 @@ def test_kills_of_a_writer_lose_no_trace_and_double_none(s3, write, pytestconfig
     assert held(SharedDataSet(uri)) == ALL
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # several processes
 def test_two_writers_at_once_make_one_file_of_each_batch(s3):
     command = [sys.executable, "-c", WRITER]
     writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
@@ -356,6 +357,7 @@ def test_a_service_that_never_answers_is_given_up_soon(s3, monkeypatch):
         assert time.monotonic() - began < 8
 
 
+@pytest.mark.turn("tilegym_db/store/sharing.py")  # several processes
 def test_a_listing_that_is_cut_off_changes_nothing(s3, server, monkeypatch, catalog, tmp_path):
     SharedDataSet(s3).add(rows_of("a", "b"), "h200")
     with CutOff(server) as url:

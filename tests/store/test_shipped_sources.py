@@ -6,7 +6,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.checked import shipped_keys, source_key
+from tilegym_db.published.snapshot import shipped_keys, source_key
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "moe_experts"])

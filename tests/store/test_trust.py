@@ -20,7 +20,8 @@ from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal, read_journal
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import best_rows, publishable_rows
+from tilegym_db.store.queries.measured import best_rows
+from tilegym_db.store.queries.publishing import publishable_rows
 
 ORIGINS = "SELECT origin, trusted, count(*) AS n FROM traces GROUP BY ALL ORDER BY ALL"
 

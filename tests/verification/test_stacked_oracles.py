@@ -11,10 +11,16 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
 from tilegym_db.records.workload import Case
-from tilegym_db.verification import conditioning, contents, expected, oracle
+from tilegym_db.verification import conditioning, expected, oracle
 from tilegym_db.verification.conditioning import Uncertainties
-from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import make_oracle_case, make_oracle_cases, stacking_axis
+from tilegym_db.verification.expected import (
+    CONTENT_SETS,
+    ExpectedCache,
+    WorkloadContents,
+    make_oracle_case,
+    make_oracle_cases,
+    stacking_axis,
+)
 
 WORKLOAD = Workload.from_dict(
     {
@@ -96,15 +102,15 @@ def test_cases_without_memory_for_all_are_evaluated_one_by_one(definition: Any, 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_slow_oracles_of_a_workload_are_evaluated_together(definition: Any, monkeypatch: Any, slow: bool) -> None:
-    monkeypatch.setattr(contents, "SLOW_ORACLE_S", 0.0 if slow else 60.0)
+    monkeypatch.setattr(expected, "SLOW_ORACLE_S", 0.0 if slow else 60.0)
     together: list[int] = []
-    make = contents.make_oracle_cases
+    make = expected.make_oracle_cases
 
     def counted(*arguments: Any) -> Any:
         together.append(len(arguments[1]))
         return make(*arguments)
 
-    monkeypatch.setattr(contents, "make_oracle_cases", counted)
+    monkeypatch.setattr(expected, "make_oracle_cases", counted)
     drawn = WorkloadContents.draw(definition, WORKLOAD, 5, ExpectedCache(definition, "cpu"))
     assert len(drawn.sets) + len(drawn.dropped) >= len(CONTENT_SETS)
     assert len(drawn.fresh(0, 9)) == 9

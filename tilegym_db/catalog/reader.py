@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,7 @@ from tilegym_db.catalog.record_files import (
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import home, shipped_root
+from tilegym_db.records.text import parse_object
 
 if TYPE_CHECKING:
     from tilegym_db.records import Definition, Solution, Workload
@@ -335,6 +337,27 @@ class Catalog:
         if name in self.solution_paths:
             self.solution(name)
 
+    def refuse_unknown(self, names: Iterable[str], *, drafts: bool = False) -> None:
+        """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too.
+
+        Raises:
+            NotFoundError: a name is unknown; the message suggests the nearest ones.
+            RecordError: the record of a name is broken.
+        """
+        known = {*self.definition_paths, *self.solution_paths}
+        for name in names:
+            if drafts and is_place(name, self):
+                continue
+            self.refuse_broken(name)
+            if name not in known and name in OTHER_NAMES:
+                said = OTHER_NAMES[name].said(name)
+                raise NotFoundError(f"{said}. Try: tilegym-db show {name}", code="name_of_others")
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise NotFoundError(
+                    f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
+                )
+
     @classmethod
     def default(cls, *, warns: bool = True, trust_foreign: bool = False) -> Catalog:
         """Return the shipped catalog and, if it exists, the user's overlay."""
@@ -359,6 +382,22 @@ class Catalog:
         from tilegym_db.catalog import writers
 
         return writers.update(self, root)
+
+    def untried(self, record: Definition) -> Path | None:
+        """Return the file of a Definition that did not ship, so that its reference may not return; else None.
+
+        It may not have passed ``add-definition``, but may have been written or changed by hand. In a checkout, a Definition is
+        shipped if the lock has its digest.
+        """
+        path, packaged = self.definition_paths.get(record.name), shipped_root()
+        if path is None or not path.is_relative_to(packaged):
+            return path
+        if self.write_root != packaged:
+            return None
+        with suppress(RecordError):  # a damaged lock proves nothing
+            if read_lock(packaged).get(record.name, {}).get(record.version) == record.digest:
+                return None
+        return path
 
     # -- adding -------------------------------------------------------------------------------------------------------
 
@@ -535,3 +574,91 @@ def _refuse_other(name: str, spec: SafetensorsInput, root: Path) -> None:
         raise ConflictError(
             f"{str(error).rstrip('.')}. Give the file another name, or remove that one.", code="blob_exists"
         ) from None
+
+
+# ---- definitions lock -----------------------------------------------------------------------------
+# ``definitions.lock.json`` maps name -> version -> digest, so that a version cannot change its meaning.
+
+LOCK_FILE = "definitions.lock.json"
+
+Locked = dict[str, dict[str, str]]
+
+
+def lock_path(root: Path) -> Path:
+    """Return the path of the lock of one root."""
+    return root / "definitions" / LOCK_FILE
+
+
+def read_lock(root: Path) -> Locked:
+    """Return name -> version -> digest of one root; empty if it has no lock.
+
+    Raises:
+        RecordError: the file is damaged; it is never overwritten then.
+    """
+    path = lock_path(root)
+    if not path.exists():
+        return {}
+    try:
+        content = parse_object(read_bytes(path, "lock"), "lock", path)
+    except RecordError as error:
+        raise RecordError(
+            f"{path}: the lock cannot be read: {str(error).removeprefix(f'{path}: ')}", code="lock_damaged"
+        ) from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.", code="lock_damaged")
+    for name, versions in content.items():
+        if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
+            raise RecordError(
+                f"{path}: the lock cannot be read: {name[:60]!r} must map versions to digests.", code="lock_damaged"
+            )
+    return content
+
+
+# ---- Names of TileKernels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """The Definitions or the name of the Python API that a name stands for, and what differs."""
+
+    definitions: tuple[str, ...] = ()
+    python: str = ""
+    differs: str = ""
+
+    @property
+    def here(self) -> str:
+        """The names to use instead."""
+        return " + ".join(self.definitions) or self.python
+
+    def said(self, name: str) -> str:
+        """Return a sentence without full stop that explains ``name``."""
+        return f"{name} of TileKernels is {self.here} here" + (f": {self.differs}" if self.differs else "")
+
+
+OTHER_NAMES: dict[str, OtherName] = {
+    "topk_gating": OtherName(("topk_softmax",)),
+    "token_to_expert_map": OtherName(("get_fused_mapping",)),
+    "fused_expand_reduce": OtherName(
+        ("expand_to_fused", "reduce_fused"), differs="two operators, before and after the experts"
+    ),
+    "weight_normalize": OtherName(("normalize_weight",)),
+    "per_token_cast_fp8": OtherName(
+        ("per_row_cast",), differs="one scale a row; per_token_cast has one for each group of 128"
+    ),
+    "per_block_cast_fp8": OtherName(("per_block_cast",)),
+    "per_channel_cast_fp8": OtherName(("per_channel_cast",)),
+    "fused_swiglu_quant_fp8": OtherName(("swiglu_and_per_token_cast",), differs="gate and up lie in one tensor"),
+    "swiglu_forward_and_per_token_cast": OtherName(("swiglu_and_per_token_cast",)),
+    "swiglu_forward_and_per_channel_cast_and_transpose": OtherName(
+        ("swiglu_and_per_channel_cast_transpose",), differs="without a transpose it is swiglu_and_per_channel_cast"
+    ),
+    "engram_gate_forward": OtherName(("engram_gate_fwd",), differs="takes keys and values too"),
+    "engram_weight_grad": OtherName(("engram_grad_w_reduce",)),
+    "sinkhorn_normalize": OtherName(("mhc_sinkhorn",), differs="of many square matrices"),
+    "mhc_mix_split": OtherName(("mhc_pre_split_mixes",)),
+    "mhc_mix_apply": OtherName(("mhc_pre_apply_mix",)),
+    "EngramGateLayer": OtherName(python="tilegym_db.layers.EngramGateLayer"),
+    "MHCPipeline": OtherName(python="tilegym_db.layers.MHCPipeline"),
+    "benchmark_kernel": OtherName(python="tilegym_db.bench"),
+}
+"""Names of TileKernels that have another name here."""

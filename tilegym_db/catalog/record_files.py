@@ -542,7 +542,7 @@ RECORD_NAME = "solution.json"
 """Name of a Solution's record file in its own folder."""
 
 CHECKED_RECORDS = Path("workloads") / "checked-records.json"
-"""The list of shipped records, below the shipped root. ``published.checked`` says what it proves."""
+"""The list of shipped records, below the shipped root. ``published.snapshot`` says what it proves."""
 
 DEFINITION_BROKEN = "its definition is broken"
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from tilegym_db.catalog.reader import Catalog, add_blobs
+from tilegym_db.catalog.reader import LOCK_FILE, Catalog, Locked, add_blobs, lock_path, read_lock
 from tilegym_db.catalog.record_files import (
     CHECKED_RECORDS,
     RECORD_NAME,
@@ -273,41 +273,6 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 # ---- definitions lock -----------------------------------------------------------------------------
-# ``definitions.lock.json`` maps name -> version -> digest, so that a version cannot change its meaning.
-
-LOCK_FILE = "definitions.lock.json"
-
-Locked = dict[str, dict[str, str]]
-
-
-def _path(root: Path) -> Path:
-    """Return the path of the lock of one root."""
-    return root / "definitions" / LOCK_FILE
-
-
-def read_lock(root: Path) -> Locked:
-    """Return name -> version -> digest of one root; empty if it has no lock.
-
-    Raises:
-        RecordError: the file is damaged; it is never overwritten then.
-    """
-    path = _path(root)
-    if not path.exists():
-        return {}
-    try:
-        content = parse_object(read_bytes(path, "lock"), "lock", path)
-    except RecordError as error:
-        raise RecordError(
-            f"{path}: the lock cannot be read: {str(error).removeprefix(f'{path}: ')}", code="lock_damaged"
-        ) from None
-    if not isinstance(content, dict):
-        raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.", code="lock_damaged")
-    for name, versions in content.items():
-        if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
-            raise RecordError(
-                f"{path}: the lock cannot be read: {name[:60]!r} must map versions to digests.", code="lock_damaged"
-            )
-    return content
 
 
 def findings(catalog: Catalog) -> list[str]:
@@ -352,7 +317,7 @@ def update(catalog: Catalog, root: Path) -> list[str]:
 
 def write_lock(root: Path, locked: Locked) -> None:
     """Replace the lock of a root; the caller holds the folder lock."""
-    write_atomically(_path(root), (json.dumps(locked, indent=2, sort_keys=True) + "\n").encode())
+    write_atomically(lock_path(root), (json.dumps(locked, indent=2, sort_keys=True) + "\n").encode())
 
 
 # ---- call rules -----------------------------------------------------------------------------------

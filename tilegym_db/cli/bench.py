@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from tilegym_db.cli.boundary import INTERRUPTED
+from tilegym_db.cli.app import INTERRUPTED
 from tilegym_db.cli.kit.formats import AsJson
 from tilegym_db.cli.kit.options import (
     AllowUnsandboxed,
@@ -29,7 +29,6 @@ from tilegym_db.cli.kit.options import (
     WorkloadGlob,
     complete_name,
     finite_seconds,
-    refuse_unknown_names,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
 from tilegym_db.cli.kit.progress import Progress
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.tune.tune import TuneReport, TuneResult
     from tilegym_db.records import Trace
     from tilegym_db.verification.phases import Spent
+
 
 LanguageWithOthers = Annotated[
     str | None,
@@ -78,7 +78,7 @@ def progress_of(
 
     devices = devices_of_options(gpu, gpus, executor)
     catalog = Catalog.default()
-    refuse_unknown_names(names or (), catalog, drafts=drafts)
+    catalog.refuse_unknown(names or (), drafts=drafts)
     if not any(is_place(name, catalog) for name in names or ()):
         refuse_unmatched(names or (), workload, catalog)
     begin_workers(devices)

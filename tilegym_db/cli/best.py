@@ -58,7 +58,7 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
+    from tilegym_db.store.queries.measured import best_rows, measured_gpus, size_rows
 
     sizes, spoken, catalog = parse_axes(axes), _spoken(language), Catalog.default()
     if name is not None and name not in catalog.definition_paths:
@@ -189,25 +189,9 @@ BEST_DROPPED_LAST = ("solution", "latency_us", "speedup")
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the cells of one row of the view ``best`` under :data:`BEST_COLUMNS`."""
-    return (
-        row["definition"],
-        row["gpu"],
-        spelled_call(row),
-        row["dtypes_key"],
-        row["scalars_key"] or None,
-        row["layouts_key"] or None,
-        row["solution"],
-        row["language"],
-        row["config_key"] or None,
-        row["latency_us"],
-        row["profiled_us"],
-        row["speedup"],
-        row["strongest_baseline"],
-        row["strongest_ratio"],
-        row["sol_ratio"],
-        row["workload_uuid"],
-        row["origin"],
-    )
+    keys = {name: row[f"{name}_key"] or None for name in ("scalars", "layouts", "config")}
+    shown = {**row, **keys, "axes": spelled_call(row), "dtypes": row["dtypes_key"]}
+    return tuple(shown[name] for name in BEST_COLUMNS)
 
 
 def chosen_gpu(gpu: str | None) -> str | None:
@@ -245,7 +229,7 @@ def rank_solutions(
     form: Form, name: str | None, op_type: str | None, chosen: str | None, *, trust: bool, spark: bool | None
 ) -> None:
     """Print the view ``leaderboard``. Raise :class:`NoSolutionError` if nothing is verified."""
-    from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
+    from tilegym_db.store.queries.measured import leaderboard_rows, measured_gpus, size_rows
 
     with open_reader(trust=trust) as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
@@ -389,7 +373,7 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
 
 def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exception:
     """Return the error if no size has a verified trace of both solutions."""
-    from tilegym_db.store.queries import measured_gpus
+    from tilegym_db.store.queries.measured import measured_gpus
 
     where = f" on {gpu}" if gpu else ""
     return NoSolutionError(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.options import refuse_unknown_names
 from tilegym_db.cli.kit.output import note, print_json, print_table
 from tilegym_db.errors import UsageError
 
@@ -137,7 +136,7 @@ def select_jobs(
 
 def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
     """Return the Solutions of some Definitions or Solutions, sorted by name; all of them without names."""
-    refuse_unknown_names(names, catalog)
+    catalog.refuse_unknown(names)
     chosen: dict[str, SolutionFiles] = {}
     for name in names or tuple(catalog.definitions):
         if name in catalog.definitions:

@@ -259,7 +259,7 @@ def build_llama() -> Any:
 def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[Any, ...]]:
     """Return the resolver's choice for each call site of such a model, for one prompt and for one new token, as table rows."""
     from tilegym_db.records.call import Call
-    from tilegym_db.resolver import decide_request, make_request
+    from tilegym_db.resolver.resolve import decide_request, make_request
 
     heads = {"Hq": config.num_attention_heads, "Hkv": config.num_key_value_heads, "D": config.head_dim}
     transposed = {name: "row_contiguous" for name in ("q", "k", "q_out", "k_out")}

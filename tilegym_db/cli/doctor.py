@@ -385,7 +385,7 @@ def check_catalog() -> Iterator[Check]:
 def check_store() -> Iterator[Check]:
     """Yield the state of the database: it must open, accept writes and answer."""
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.queries import count_traces, measured_gpus
+    from tilegym_db.store.queries.measured import count_traces, measured_gpus
 
     try:
         with open_store() as store:
@@ -433,7 +433,7 @@ def check_peaks() -> Iterator[Check]:
 
     from tilegym_db.measurement.machine import select_machine
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.queries import read_peaks
+    from tilegym_db.store.queries.measured import read_peaks
 
     if importlib.util.find_spec("torch") is None:
         return

@@ -112,7 +112,7 @@ def _note_next(definition: str, gpu: str) -> None:
     """Print how many passes await verification, and the next step on this machine."""
     from tilegym_db.resolver.device import default_gpu
     from tilegym_db.resolver.explain import next_step
-    from tilegym_db.store.queries import best_rows, count_unverified
+    from tilegym_db.store.queries.measured import best_rows, count_unverified
 
     has_torch = importlib.util.find_spec("torch") is not None
     measured: list[str] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.boundary import INTERRUPTED
+from tilegym_db.cli.app import INTERRUPTED
 from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide, file_name
 from tilegym_db.cli.kit.options import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tilegym_db.loop.from_model import Piece
     from tilegym_db.models.handle import Handle
     from tilegym_db.models.report import PatchReport
-    from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+    from tilegym_db.records.loop import Estimate, ModelRun, ModelTiming
     from tilegym_db.scaffold.model_calls import Question
 
 
@@ -263,7 +263,7 @@ def _store(run: ModelRun) -> Path:
 
 def print_run(run: ModelRun, *, wide: bool = False) -> None:
     """Print one row per metric of stock and patched with the speedup and its interval, then one per other way."""
-    from tilegym_db.records.model_run import claims_of
+    from tilegym_db.records.loop import claims_of
 
     typer.echo(
         f"{run.model} ({run.model_class}, {run.layers} layers, {run.parameters:,} parameters, {run.dtype}) on "
@@ -297,7 +297,7 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
 
 def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
     """Return the cells of a speedup, its interval and its claim."""
-    from tilegym_db.records.model_run import claims_of
+    from tilegym_db.records.loop import claims_of
 
     verdict = claims_of(run)[what].verdict
     if not run.kernels:

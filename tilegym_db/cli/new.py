@@ -17,7 +17,7 @@ from tilegym_db.cli.kit.output import note, print_json, print_table
 from tilegym_db.errors import ConflictError, RecordError, UsageError
 
 if TYPE_CHECKING:
-    from tilegym_db.scaffold import MappedWorkloads
+    from tilegym_db.scaffold.model_config import MappedWorkloads
 
 
 app = command_group("Write a draft of a definition, a solution or workloads, with the next command.")
@@ -39,8 +39,7 @@ def new_definition(
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference and its self-test."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.scaffold import draft_definition
-    from tilegym_db.scaffold.definition_draft import parse_tensors
+    from tilegym_db.scaffold.definition_draft import draft_definition, parse_tensors
 
     check_name(name, "NAME")
     if not description.isprintable():
@@ -91,8 +90,7 @@ def new_solution(
     """Write the draft of a kernel with the operator's signature, or add its stock code."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.records.solution import normalise_language
-    from tilegym_db.scaffold import draft_solution, stock_solution_files
-    from tilegym_db.scaffold.solution_draft import login_name
+    from tilegym_db.scaffold.solution_draft import draft_solution, login_name, stock_solution_files
 
     if name is not None:
         check_name(name, "--name")
@@ -168,8 +166,7 @@ def new_workload(
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import parse_axes, parse_scalars
-    from tilegym_db.scaffold import workloads_from_config
-    from tilegym_db.scaffold.model_config import read_model_config
+    from tilegym_db.scaffold.model_config import read_model_config, workloads_from_config
 
     if definition is None:
         _write_cover(config, parallel, gpu, file, add, as_json)

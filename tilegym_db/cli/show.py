@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, schema_of, with_form, write_json, write_records
-from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
+from tilegym_db.cli.kit.options import complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
     note,
@@ -52,6 +53,7 @@ def command(
     and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.reader import OTHER_NAMES
 
     catalog = Catalog.default()
     if history:
@@ -78,6 +80,8 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
     Raises:
         UsageError: the output is not a table, and the name stands for none or several Definitions.
     """
+    from tilegym_db.catalog.reader import OTHER_NAMES
+
     other = OTHER_NAMES[name]
     said = other.said(name)
     if len(other.definitions) == 1:
@@ -99,7 +103,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
     from tilegym_db.records.text import binding_key, explain_command
-    from tilegym_db.store.queries import leaderboard_rows, size_rows
+    from tilegym_db.store.queries.measured import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
     with open_reader() as store:
@@ -159,7 +163,7 @@ def _tensor(name: str, spec: TensorSpec) -> str:
 
 def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None) -> None:
     """Print a Solution, its source, and its latest traces."""
-    from tilegym_db.store.queries import size_rows, traces_of
+    from tilegym_db.store.queries.measured import size_rows, traces_of
 
     with open_reader() as store:
         traces, schema = traces_of(store, solution.name), schema_of(form, store, "traces")
@@ -205,24 +209,10 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     columns = (
         "trace", "timestamp", "gpu", "dtypes", "axes", "config", "tier", "status", "latency_us", "speedup", "source",
     )  # fmt: skip
+    newest = traces[:TRACES_SHOWN]
     print_table(
         columns,
-        [
-            (
-                row["trace_id"][:TRACE_ID_SHOWN],
-                row["timestamp"].isoformat(sep=" ", timespec="seconds"),
-                row["gpu"],
-                row["dtypes_key"],
-                row["axes_key"],
-                row["config_key"] or None,
-                row["tier"],
-                row["status"],
-                row["latency_us"],
-                row["speedup"],
-                "current" if row["solution_digest"] == digest else "old",
-            )
-            for row in traces[:TRACES_SHOWN]
-        ],
+        [_cells(row, columns, row["axes_key"], is_current=row["solution_digest"] == digest) for row in newest],
         wide=wide,
         least=("timestamp", "config", "tier", "dtypes"),
         most=("trace", "axes", "latency_us"),
@@ -230,9 +220,7 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
-    failed = next(
-        (row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED", "OVERRULED")), None
-    )
+    failed = next((row for row in newest if row["status"] not in ("PASSED", "UNSUPPORTED", "OVERRULED")), None)
     if failed is not None:
         note(f"details of a failure: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
 
@@ -249,7 +237,7 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
     Raises:
         NotFoundError: the name is neither in the catalog nor in the database.
     """
-    from tilegym_db.store.queries import history_of_passes
+    from tilegym_db.store.queries.measured import history_of_passes
 
     with open_reader() as store:
         passes, schema = history_of_passes(store, name), schema_of(form, store, "history")
@@ -291,24 +279,24 @@ HISTORY_KEY = (
 """What is equal for the passes that are compared with each other."""
 
 
+def _cells(row: dict[str, Any], columns: Sequence[str], call: str, *, is_current: bool) -> tuple[Any, ...]:
+    """Return the cells of one trace, of a call by its axes and whatever else states it."""
+    shown = {
+        **row,
+        "axes": call,
+        "config": row["config_key"] or None,
+        "dtypes": row["dtypes_key"],
+        "source": "current" if is_current else "old",
+        "timestamp": row["timestamp"].isoformat(sep=" ", timespec="seconds"),
+        "trace": row["trace_id"][:TRACE_ID_SHOWN],
+    }
+    return tuple(shown[name] for name in columns)
+
+
 def _pass_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the cells of one pass, in the order of ``HISTORY_COLUMNS``."""
-    return (
-        row["solution"],
-        row["gpu"],
-        row["dtypes_key"],
-        ",".join(filter(None, (row["axes_key"], row["scalars_key"], row["layouts_key"], row["blobs_key"]))),
-        row["config_key"] or None,
-        row["tier"],
-        row["timestamp"].isoformat(sep=" ", timespec="seconds"),
-        row["latency_us"],
-        row["ci_low_us"],
-        row["ci_high_us"],
-        row["ratio"],
-        row["change"],
-        "current" if row["is_current"] else "old",
-        row["trace_id"][:TRACE_ID_SHOWN],
-    )
+    call = ",".join(filter(None, (row["axes_key"], row["scalars_key"], row["layouts_key"], row["blobs_key"])))
+    return _cells(row, HISTORY_COLUMNS, call, is_current=row["is_current"])
 
 
 def print_source(text: str) -> None:
@@ -342,7 +330,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     Raises:
         UsageError: several ids have this prefix.
     """
-    from tilegym_db.store.queries import find_traces
+    from tilegym_db.store.queries.measured import find_traces
 
     if len(trace_id) < MIN_PREFIX:
         return False

@@ -3,11 +3,12 @@
 What FlashInfer-Trace cannot express is left out with a reason or stored in ``tilegym_db/``, which FlashInfer-Bench does not
 read. ``export.json`` has the origin of each record and what was left out. ``blobs.json`` has the sha256 and seed of each drawn
 blob. ``evidence/<gpu>/<definition>.jsonl`` has the full trace behind each exported one, by the digest of its line. Parts: the
-writer of workloads; the exported files; Definitions specialised by dtypes and constants; drawn inputs.
+exported files; Definitions specialised by dtypes and constants; drawn inputs.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -84,8 +85,7 @@ class _Exporter:
     """The exporter of one Definition."""
 
     def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
-        self.export, self.source = export, source
-        self.to_write = WorkloadWriter(export, catalog, source, blobs)
+        self.export, self.catalog, self.source, self.blobs = export, catalog, source, blobs
         self.solutions = {item.name: item for item in catalog.solutions_for(source.name)}
         self.workloads = catalog.workloads_for(source.name)
         self.items = specialised(source, self.workloads)
@@ -96,8 +96,10 @@ class _Exporter:
     def wanted(self) -> Iterator[Blob]:
         """Yield the blobs that the Workloads need, regardless of the size limits."""
         for item in self.items:
-            if why_not(item) is None:
-                yield from self.to_write.wanted(item, self._workloads_of(item))
+            for workload in self._workloads_of(item) if why_not(item) is None else ():
+                blob = self._blob(item, workload)
+                if isinstance(blob, Blob) and self._unsayable(workload) is None:
+                    yield blob
 
     def _workloads_of(self, item: Specialised) -> list[Workload]:
         return [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
@@ -130,7 +132,7 @@ class _Exporter:
         mine = self._workloads_of(item)
         lines = []
         for workload in mine:
-            written = self.to_write.written(item, workload)
+            written = self._workload(item, workload)
             if isinstance(written, str):
                 export.leave_out(f"workload {workload.uuid} of {item.name}", written)
             else:
@@ -225,6 +227,86 @@ class _Exporter:
             self.export.write_lines(f"tilegym_db/evidence/{trace.gpu}/{self.source.name}.jsonl", [evidence])
             self.export.counts["trace"] += 1
 
+    # -- Workloads ----------------------------------------------------------------------------------------------------
+
+    def _unsayable(self, workload: Workload) -> str | None:
+        """Return why FlashInfer-Trace cannot express a Workload, apart from its contents; None if it can."""
+        strided = workload.layout_classes(self.source)
+        if strided:
+            return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
+        for name, given in workload.inputs.items():
+            if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
+                return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
+            if isinstance(given, SafetensorsInput):
+                try:
+                    find_blob(self.catalog.roots, name, given)
+                except RecordError as error:
+                    return str(error)
+        return None
+
+    def _blob_folder(self, item: Specialised) -> str:
+        return f"blob/workloads/{self.source.op_type}/{item.name}"
+
+    def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
+        """Return the blob that a Workload needs, or why that cannot be determined."""
+        try:
+            return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
+        except RecordError as error:
+            return str(error)
+
+    def _workload(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
+        """Return the exported form of a Workload, or why it cannot be exported."""
+        reason = self._unsayable(workload)
+        if reason is not None:
+            return reason
+        blob = self._blob(item, workload)
+        held: dict[str, Any] = {}
+        if isinstance(blob, Blob):
+            reason = self._draw(blob)
+            held = {name: {"type": "safetensors", "path": blob.path, "tensor_key": name} for name in blob.names}
+        elif blob is not None:
+            reason = blob
+        if reason is not None:
+            return reason
+        inputs: dict[str, Any] = {}
+        for name in self.source.inputs:
+            given = workload.inputs.get(name)
+            match given:
+                case ScalarInput():
+                    inputs[name] = {"type": "scalar", "value": given.value}
+                case SafetensorsInput():
+                    path = f"{self._blob_folder(item)}/{given.path}"
+                    self.export.blobs[path], _ = find_blob(self.catalog.roots, name, given)
+                    inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
+                case _:
+                    inputs[name] = held.get(name, {"type": "random"})
+            if name not in held:
+                self._note_drawing(name, given)
+        return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
+
+    def _draw(self, blob: Blob) -> str | None:
+        """Draw a blob into the export, or return why it is left out."""
+        if self.blobs is None:
+            return blob.reason
+        if blob.path in self.blobs.refused:
+            return self.blobs.refused[blob.path]
+        try:
+            self.export.drawn[blob.path], self.export.told_blobs[blob.path] = self.blobs.write(blob, self.catalog.roots)
+        except RecordError as error:
+            return str(error)
+        return None
+
+    def _note_drawing(self, name: str, given: object) -> None:
+        generator = self.source.input_generators.get(name)
+        if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
+            self.export.notes[f"{self.source.name}.{name}"] = (
+                f"drawn with scale {given.scale} here, and at random there"
+            )
+        elif generator is not None and not isinstance(given, SafetensorsInput):
+            self.export.notes[f"{self.source.name}.{name}"] = (
+                f"drawn by the generator {generator.kind} here, and at random there"
+            )
+
 
 def _has_options(solution: SolutionFiles) -> bool:
     """Return True if the entry point has optional parameters, which FlashInfer-Bench refuses because it counts parameters."""
@@ -291,102 +373,6 @@ def _evaluation(trace: Trace, *, is_baseline: bool) -> dict[str, Any]:
     return evaluation
 
 
-# ---- Workload writer ----------------------------------------------------------------------------------
-
-
-class WorkloadWriter:
-    """The writer of one Definition's Workloads. It adds the files that they need to the export."""
-
-    def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
-        """Prepare the writer. Without ``blobs`` no inputs are drawn."""
-        self.export, self.catalog, self.source, self.blobs = export, catalog, source, blobs
-
-    def wanted(self, item: Specialised, workloads: Sequence[Workload]) -> Iterator[Blob]:
-        """Yield the blobs that Workloads need, regardless of the size limits."""
-        for workload in workloads:
-            blob = self._blob(item, workload)
-            if isinstance(blob, Blob) and self._unsayable(workload) is None:
-                yield blob
-
-    def _unsayable(self, workload: Workload) -> str | None:
-        """Return why FlashInfer-Trace cannot express a Workload, apart from its contents; None if it can."""
-        strided = workload.layout_classes(self.source)
-        if strided:
-            return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
-        for name, given in workload.inputs.items():
-            if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
-                return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
-            if isinstance(given, SafetensorsInput):
-                try:
-                    find_blob(self.catalog.roots, name, given)
-                except RecordError as error:
-                    return str(error)
-        return None
-
-    def _blob_folder(self, item: Specialised) -> str:
-        return f"blob/workloads/{self.source.op_type}/{item.name}"
-
-    def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
-        """Return the blob that a Workload needs, or why that cannot be determined."""
-        try:
-            return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
-        except RecordError as error:
-            return str(error)
-
-    def written(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
-        """Return the exported form of a Workload, or why it cannot be exported."""
-        reason = self._unsayable(workload)
-        if reason is not None:
-            return reason
-        blob = self._blob(item, workload)
-        held: dict[str, Any] = {}
-        if isinstance(blob, Blob):
-            reason = self._draw(blob)
-            held = {name: {"type": "safetensors", "path": blob.path, "tensor_key": name} for name in blob.names}
-        elif blob is not None:
-            reason = blob
-        if reason is not None:
-            return reason
-        inputs: dict[str, Any] = {}
-        for name in self.source.inputs:
-            given = workload.inputs.get(name)
-            match given:
-                case ScalarInput():
-                    inputs[name] = {"type": "scalar", "value": given.value}
-                case SafetensorsInput():
-                    path = f"{self._blob_folder(item)}/{given.path}"
-                    self.export.blobs[path], _ = find_blob(self.catalog.roots, name, given)
-                    inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
-                case _:
-                    inputs[name] = held.get(name, {"type": "random"})
-            if name not in held:
-                self._note_drawing(name, given)
-        return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
-
-    def _draw(self, blob: Blob) -> str | None:
-        """Draw a blob into the export, or return why it is left out."""
-        if self.blobs is None:
-            return blob.reason
-        if blob.path in self.blobs.refused:
-            return self.blobs.refused[blob.path]
-        try:
-            self.export.drawn[blob.path], self.export.told_blobs[blob.path] = self.blobs.write(blob, self.catalog.roots)
-        except RecordError as error:
-            return str(error)
-        return None
-
-    def _note_drawing(self, name: str, given: object) -> None:
-        generator = self.source.input_generators.get(name)
-        if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
-            self.export.notes[f"{self.source.name}.{name}"] = (
-                f"drawn with scale {given.scale} here, and at random there"
-            )
-        elif generator is not None and not isinstance(given, SafetensorsInput):
-            self.export.notes[f"{self.source.name}.{name}"] = (
-                f"drawn by the generator {generator.kind} here, and at random there"
-            )
-
-
 # ---- Exported files -----------------------------------------------------------------------------------
 
 
@@ -419,7 +405,8 @@ class Export:
 
     def write_lines(self, path: str, values: Iterable[Any]) -> list[bytes]:
         """Append records as lines to a file and return the lines."""
-        lines = [_compact(value) for value in values]
+        spell = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        lines = [spell(value).encode() for value in values]
         if lines:
             self.files[path] = self.files.get(path, b"") + b"".join(line + b"\n" for line in lines)
         return lines
@@ -442,10 +429,6 @@ class Export:
                 "left_out": [{"what": what, "reason": reason} for what, reason in self.left_out],
             },
         )
-
-
-def _compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 # ---- Specialised Definitions --------------------------------------------------------------------------

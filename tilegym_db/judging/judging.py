@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from tilegym_db.backends.toolchains import interpreted_here, toolchain_status
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.reader import Catalog
 from tilegym_db.catalog.record_files import RECORD_NAME
@@ -50,6 +49,7 @@ from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.verifier import Failure

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from tilegym_db.backends.toolchains import INTERPRETERS
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.record_files import write_solution
 from tilegym_db.errors import RecordError, UsageError
@@ -40,7 +39,7 @@ from tilegym_db.records.dtypes import FLOAT_DTYPES, Scalar
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.protocol import Reply, load_request
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, storage_dtype
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.scaffold.definition_draft import RECORD_FILE, REFERENCE_FILE, WORKLOADS_FILE, example_scalar
 from tilegym_db.store.imported import DataSet, StoredRecord

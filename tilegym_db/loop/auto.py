@@ -38,14 +38,12 @@ from tilegym_db.loop.submit import DELIVERABLE, other_files, submit, withdraw
 from tilegym_db.loop.tasks import create_task, discarded, last_attempt, prompt_of, verdicts
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
-from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import Attempt, Coverage, Experiment, ModelRun, Task, identified
 from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
-from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.publish import publish, published_folder
-from tilegym_db.store.side_files import save_model_run
+from tilegym_db.store.side_files import append, journaled, loop_lock, save_model_run
 
 Say = Callable[[str], None]
 SUBMITTED = ".submitted"

@@ -47,7 +47,7 @@ from tilegym_db.scaffold.model_calls import (
 )
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
-from tilegym_db.store.queries import done_keys
+from tilegym_db.store.queries.measured import done_keys
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.machine import DevicesLike

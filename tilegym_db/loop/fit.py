@@ -32,7 +32,7 @@ from tilegym_db.published.entries import REQUIREMENTS, Requirement, spelled_requ
 from tilegym_db.published.table import LockedKernel, load_table, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
-from tilegym_db.records.model_run import ModelRun, Speedups
+from tilegym_db.records.loop import ModelRun, Speedups
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.connection import open_store

@@ -36,12 +36,11 @@ from tilegym_db.published.entries import spelled_bits, why_not_as_required
 from tilegym_db.published.table import table_for
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
-from tilegym_db.records.loop import Coverage, Experiment, Task
-from tilegym_db.records.model_run import Estimate, ModelRun
+from tilegym_db.records.loop import Coverage, Estimate, Experiment, ModelRun, Task
 from tilegym_db.records.text import binding_key, canonical_json, explain_command
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import award_rows, model_run_rows
+from tilegym_db.store.side_files import award_rows, model_run_rows
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""

@@ -31,8 +31,7 @@ from tilegym_db.records.trace import Performance
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.worker import WorkerProcess, processors
-from tilegym_db.verification.contents import WorkloadContents
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import OracleCase, WorkloadContents
 from tilegym_db.verification.session import MAX_DROPPED_SHARE
 from tilegym_db.verification.verifier import Failure, judge, read_outputs
 

@@ -12,8 +12,8 @@ from typing import Any
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine
-from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.entries import why_unconfined
+from tilegym_db.published.snapshot import shipped_keys, source_key
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id
@@ -22,7 +22,7 @@ from tilegym_db.records.verdicts import MIN_SPEEDUP, PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.connection import Store
-from tilegym_db.store.loop import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
+from tilegym_db.store.side_files import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")

@@ -20,9 +20,7 @@ from tilegym_db.catalog.reader import is_place
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here
-from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.messages import Peaks, Session
-from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.drafts import catalog_with_drafts
 from tilegym_db.measurement.local_executor import LocalExecutor
@@ -36,7 +34,7 @@ from tilegym_db.measurement.plan import (
     omitting,
     refuse_omitting,
 )
-from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
+from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, open_run, peaks_or_reason, timing_budget
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, Trace
@@ -47,14 +45,8 @@ from tilegym_db.records.trace import new_run_id
 from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import function_source, language_of
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import (
-    disagreements,
-    done_keys,
-    failed_screen,
-    likely_fastest_of,
-    read_peaks,
-    tuned_configs,
-)
+from tilegym_db.store.queries.measured import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
+from tilegym_db.store.queries.publishing import disagreements
 from tilegym_db.verification.inputs import draws_spread
 from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
 
@@ -191,8 +183,9 @@ def run_tiers(
     """
     watch = observer or Observer()
     confined = confined and (then_verify or options.tier == "promotion")
-    with open_pool(devices, watch.starting) as pool:
-        setup = _prepared(pool, devices.gpu, catalog, store_home)
+    with open_run(devices, catalog, store_home, watch.starting) as (setup, pool):
+        if pool is None:
+            prepare_workers(setup.machine.device)
         limits = _limits(setup, options, pool) if confined else None
         confined = confined and limits is None
         verifies = then_verify or options.tier == "promotion"
@@ -231,14 +224,6 @@ def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[
     if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
     return unverifiable_here(setup.machine, setup.catalog, options.names)
-
-
-def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-    """Return the setup of a run. If this process measures, also prepare it to start workers."""
-    setup = RunSetup.on(pool, gpu, catalog, store_home)
-    if pool is None:
-        prepare_workers(setup.machine.device)
-    return setup
 
 
 def _run(

@@ -13,14 +13,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.errors import HardwareError, RecordError
+from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, median
 from tilegym_db.records.roofline import GpuPeaks, Measured
-from tilegym_db.store.side_files import save_peaks
 
 if TYPE_CHECKING:
     import torch
@@ -179,36 +177,6 @@ def calibrate(machine: Machine) -> GpuPeaks:
         "clock_mhz": reading.sm_mhz,
     }
     return GpuPeaks.from_dict(facts | measured, f"calibration of {machine.gpu_name}")
-
-
-def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPeaks | None:
-    """Return this machine's peaks: the known ones, else measure them now and store them under ``home``; None on a CPU.
-
-    Args:
-        machine: the machine that measures.
-        known: peaks measured here before, with this device and driver. Published peaks are those of another machine; times
-            measured here are not compared with them.
-        home: folder of the store.
-
-    Raises:
-        HardwareError, RecordError: as :func:`calibrate`.
-    """
-    if not machine.is_gpu or known is not None:
-        return known
-    found = calibrate(machine)
-    save_peaks(found, home)
-    return found
-
-
-def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
-    """Return :func:`current_peaks` and no remark; or None and a remark if the GPU could not be calibrated.
-
-    A failed calibration does not stop the measurement.
-    """
-    try:
-        return current_peaks(machine, known, home), []
-    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # any error of the driver
-        return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
 def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:

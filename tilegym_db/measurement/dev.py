@@ -39,7 +39,7 @@ from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.solution_draft import unfinished
 from tilegym_db.verification.add import Sources, read_draft
 from tilegym_db.verification.admission import require_returning_reference, trial_scalars
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
 from tilegym_db.verification.worker_handle import INTERPRETER, SCREEN, RunnerLimits, WorkerHandle
@@ -104,7 +104,18 @@ class DevReport:
 
 @dataclass(frozen=True)
 class DevOptions:
-    """The kernel to try, and the shape and device to try it on. See :func:`try_kernel`."""
+    """The kernel to try, and the shape and device to try it on.
+
+    Args:
+        path: a ``.py`` file, or the folder or ``.json`` of a Solution.
+        definition: the operator. Only a ``.py`` file needs it.
+        language: of a ``.py`` file; by default from its imports.
+        entry: the function of a ``.py`` file that is called.
+        axes: sizes that replace those of the smallest Workload tagged ``tiny``.
+        dtypes: dtypes that replace those of that Workload.
+        target: compile for this target; by default ``sm_90a`` on a machine without a GPU, and on a GPU the first call compiles.
+        gpu: as for :func:`tilegym_db.bench`.
+    """
 
     path: Path
     definition: str | None = None
@@ -116,49 +127,19 @@ class DevOptions:
     gpu: str = "auto"
 
 
-def try_kernel(
-    path: str | Path,
-    definition: str | None = None,
-    *,
-    language: str | None = None,
-    entry: str = "run",
-    axes: Mapping[str, int] | None = None,
-    dtypes: Mapping[str, str] | None = None,
-    target: str | None = None,
-    gpu: str = "auto",
-    catalog: Catalog | None = None,
-) -> DevReport:
-    """Scan, compile, check and time a kernel at one shape, and store nothing.
+def kernel_rounds(
+    options: DevOptions, *, watch: bool = False, catalog: Catalog | None = None
+) -> Generator[DevReport, None, None]:
+    """Scan, compile, check and time a kernel at one shape; with ``watch``, do so again after each change, without an end.
 
-    The check is that of ``bench`` at the workload's own shape, without fuzz cases: enough to go on, not to trust the kernel.
-
-    Args:
-        path: a ``.py`` file, or the folder or ``.json`` of a Solution.
-        definition: the operator. Only a ``.py`` file needs it.
-        language: of a ``.py`` file; by default from its imports.
-        entry: the function of a ``.py`` file that is called.
-        axes: sizes that replace those of the smallest Workload tagged ``tiny``.
-        dtypes: dtypes that replace those of that Workload.
-        target: compile for this target; by default ``sm_90a`` on a machine without a GPU, and on a GPU the first call compiles.
-        gpu: as for :func:`tilegym_db.bench`.
+    Nothing is stored. The check is that of ``bench`` at the workload's own shape, without fuzz cases: enough to go on, not to
+    trust the kernel. Changes are those of the kernel and of shared code that it imports. Close the iterator to end the workers.
 
     Raises:
         HardwareError: the GPU or the target is unknown, or the GPU is not in this machine.
         NotFoundError: the Definition is unknown.
         RecordError: the reference of the Definition does not return.
         UsageError: the path, the sizes or the dtypes are wrong, or the Definition has no Workload and no ``axes`` are given.
-    """
-    options = DevOptions(Path(path), definition, language, entry, axes or {}, dtypes or {}, target, gpu)
-    with DevSession(options, catalog) as session:
-        return session.round()
-
-
-def kernel_rounds(
-    options: DevOptions, *, watch: bool = False, catalog: Catalog | None = None
-) -> Generator[DevReport, None, None]:
-    """Yield the report of :func:`try_kernel`, and with ``watch`` one more after each change, without an end.
-
-    Changes are those of the kernel and of shared code that it imports. Close the iterator to end the workers.
     """
     with DevSession(options, catalog) as session:
         yield session.round()
@@ -171,7 +152,7 @@ class DevSession:
     """Rounds of one kernel, with everything that stays the same between them."""
 
     def __init__(self, options: DevOptions, catalog: Catalog | None = None) -> None:
-        """Check the options; workers start on first use. Errors are those of :func:`try_kernel`."""
+        """Check the options; workers start on first use. Errors are those of :func:`kernel_rounds`."""
         if not options.path.exists():
             raise UsageError(f"{options.path}: there is no such file or folder.", code="file_missing")
         if options.path.suffix == ".py" and options.definition is None:
@@ -271,7 +252,8 @@ class DevSession:
         if not status.available:
             reason = f"{record.spec.language} cannot be used here: {status.detail}. Fix: {status.fix}"
             return replace(report, problem=Problem("compile", "toolchain_missing", reason))
-        require_returning_reference(self.catalog, definition)
+        if (file := self.catalog.untried(definition)) is not None:
+            require_returning_reference(definition, file)
         self._rounds += 1
         folder = self._scratch / str(self._rounds) / definition.op_type / definition.name / record.name
         try:

@@ -30,8 +30,13 @@ from tilegym_db.records.workload import Case
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.processes import available_memory, available_processors, host_share
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
-from tilegym_db.verification.expected import give_back_memory
+from tilegym_db.verification.expected import (
+    CONTENT_SETS,
+    ExpectedCache,
+    WorkloadContents,
+    give_back_memory,
+    unusual_distributions,
+)
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
 from tilegym_db.verification.session import (
     BaselineCheck,

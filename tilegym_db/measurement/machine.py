@@ -667,6 +667,23 @@ class Missing:
     languages: Mapping[str, str]
     solutions: Mapping[str, str]
 
+    @classmethod
+    def here(cls, needed: Mapping[str, tuple[str, ...]]) -> Missing:
+        """Return what is missing here, with the fix; ``needed`` are the packages that Solutions declare, by name.
+
+        Solutions in such a language are not run, since a failed trace would blame them.
+        """
+        from tilegym_db.backends.toolchains import TOOLCHAINS, lacking_dependency, toolchain_status
+
+        statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
+        languages = {
+            language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
+            for language, status in statuses.items()
+            if not status.available
+        }
+        lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
+        return cls(languages, {name: f"needs {text}" for name, text in lacking.items() if text is not None})
+
 
 @dataclass(frozen=True)
 class Site:

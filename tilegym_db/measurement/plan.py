@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.drafts import Draft
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
@@ -223,24 +223,16 @@ def make_plan(
         raise UsageError(
             f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
         )
-    plan = Plan()
     lacks = Unavailable(unusable or {}, unmet or {})
+    planner = _Planner(catalog, machine, options, lacks, done, excluded or {}, tuned or {}, likely_fastest or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
-        item = DefinitionPlan(definition, roots=catalog.roots)
-        item.workloads = _workloads(catalog, definition, machine, options, plan)
-        for solution in solutions:
-            _place(item, solution, machine, options, lacks, plan)
-        asked = [solution for solution in (*item.timed, *item.interpreted) if _is_named(solution, options)]
-        _choose_pairs(item, asked, options, done, excluded or {}, tuned or {}, plan)
-        if likely_fastest and not options.quick:
-            most = 1 if options.tier == "screen" else None
-            _add_likely_fastest(item, catalog, machine, lacks, excluded or {}, likely_fastest, most, plan)
+        item = planner.planned(definition, solutions)
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
-            plan.definitions.append(item)
-    _require_something(plan, options, matched)
-    return plan
+            planner.plan.definitions.append(item)
+    _require_something(planner.plan, options, matched)
+    return planner.plan
 
 
 def refuse_omitting(untimed: Mapping[str, str]) -> None:
@@ -319,11 +311,7 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
             chosen.setdefault(definition, set()).update({name} | stock)
         else:
-            catalog.refuse_broken(name)
-            hint = did_you_mean(name, [*definitions, *catalog.solution_paths])
-            raise NotFoundError(
-                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
-            )
+            catalog.refuse_unknown((name,))
     selected = []
     # In the order of the names that were given: the first is wanted first. Without names, in that of the alphabet.
     for name, names in chosen.items():
@@ -337,24 +325,123 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
     return selected
 
 
-def _workloads(
-    catalog: Catalog, definition: Definition, machine: Machine, options: Options, plan: Plan
-) -> list[Workload]:
-    chosen = []
-    for workload in catalog.workloads_for(definition.name):
-        if options.workload is not None and not _matches(workload, options.workload):
-            continue
-        if not machine.is_gpu and options.workload is None and not fits_a_cpu(definition, workload):
-            reason = "too large for a CPU (name it with --workload to run it anyway)"
-            plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
-            continue
-        if machine.is_gpu and (short := why_too_large(definition, workload, machine.memory_bytes)) is not None:
-            plan.skipped.append(Skipped("*", axes_key(workload.axes), short))
-            continue
-        chosen.append(workload)
-    if options.quick:
-        chosen = _quick(chosen, machine)
-    return chosen
+@dataclass
+class _Planner:
+    """The planning of one run, Definition by Definition; see :func:`make_plan`."""
+
+    catalog: Catalog
+    machine: Machine
+    options: Options
+    lacks: Unavailable
+    done: Collection[DoneKey]
+    excluded: Mapping[DoneKey, str]
+    tuned: Mapping[PairKey, Config]
+    likely_fastest: LikelyFastest
+    plan: Plan = field(default_factory=Plan)
+
+    def planned(self, definition: Definition, solutions: Sequence[SolutionFiles]) -> DefinitionPlan:
+        item = DefinitionPlan(definition, self._workloads(definition), roots=self.catalog.roots)
+        for solution in solutions:
+            self._place(item, solution)
+        self._choose_pairs(item)
+        if self.likely_fastest and not self.options.quick:
+            self._add_likely_fastest(item)
+        return item
+
+    def _skip(self, solution: str, workload: str, reason: str) -> None:
+        self.plan.skipped.append(Skipped(solution, workload, reason))
+
+    def _workloads(self, definition: Definition) -> list[Workload]:
+        chosen, machine, asked = [], self.machine, self.options.workload
+        for workload in self.catalog.workloads_for(definition.name):
+            if asked is not None and not _matches(workload, asked):
+                continue
+            if not machine.is_gpu and asked is None and not fits_a_cpu(definition, workload):
+                reason: str | None = "too large for a CPU (name it with --workload to run it anyway)"
+            else:
+                reason = why_too_large(definition, workload, machine.memory_bytes) if machine.is_gpu else None
+            if reason is None:
+                chosen.append(workload)
+            else:
+                self._skip("*", axes_key(workload.axes), reason)
+        return _quick(chosen, machine) if self.options.quick else chosen
+
+    def _place(self, item: DefinitionPlan, solution: SolutionFiles) -> None:
+        spec, is_screen = solution.record.spec, self.options.tier == "screen"
+        reason = why_not_timed(solution.name, spec.omits) if self.options.tier == "promotion" else None
+        if reason is not None:
+            self._skip(solution.name, "*", reason)
+            return
+        reason = self._why_untimed(solution)
+        if reason is None:
+            item.timed.append(solution)
+        elif is_screen and interpreted_here(spec.language, on_gpu=self.machine.is_gpu) and not self.lacks.of(solution):
+            item.interpreted.append(solution)
+        else:
+            self._skip(solution.name, "*", reason)
+
+    def _why_untimed(self, solution: SolutionFiles) -> str | None:
+        """Return the reason why a Solution cannot be timed on this machine, or None.
+
+        Missing packages come first if installing them would help.
+        """
+        language, is_gpu = solution.record.spec.language, self.machine.is_gpu
+        if is_gpu or language == "python":
+            return self.lacks.of(solution, its_language=is_gpu)
+        only = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
+        return self.lacks.of(solution) or only
+
+    def _is_named(self, solution: SolutionFiles) -> bool:
+        """Return False for stock code if only other Solutions are named. It is measured where one of them passes."""
+        record, names = solution.record, {*self.options.names}
+        return record.spec.provides != "stock" or not names or not names.isdisjoint({record.name, record.definition})
+
+    def _choose_pairs(self, item: DefinitionPlan) -> None:
+        asked = [solution for solution in (*item.timed, *item.interpreted) if self._is_named(solution)]
+        for workload in item.workloads:
+            for solution in asked:
+                pair = (solution.digest, item.definition.digest, workload.uuid)
+                found = self.tuned.get(pair) if solution in item.timed else None
+                for config in ({}, found) if found else ({},):
+                    reason = self._why_not((*pair, config_id(config)))
+                    if (
+                        solution in item.interpreted
+                        and elements_of(item.definition, workload) > INTERPRETER_MAX_ELEMENTS
+                    ):
+                        reason = "too large for the interpreter"
+                    if reason is not None:
+                        self._skip(name_with_config(solution.name, config), axes_key(workload.axes), reason)
+                    elif config:
+                        item.tuned[solution.name, workload.uuid] = config
+                    else:
+                        item.pairs.add((solution.name, workload.uuid))
+
+    def _why_not(self, key: DoneKey) -> str | None:
+        already = ALREADY_MEASURED if not self.options.force and key in self.done else None
+        return self.excluded.get(key, already)
+
+    def _add_likely_fastest(self, item: DefinitionPlan) -> None:
+        """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
+        solutions = self.catalog.solutions_among((item.definition.name,))
+        most = 1 if self.options.tier == "screen" else None
+        for workload in item.workloads:
+            likely = self.likely_fastest.get((item.definition.digest, workload.uuid), ())[:most]
+            if not likely or all(pair == likely[0] for pair in _new_candidates(item, workload)):
+                continue
+            invited = []
+            for name, config in likely:
+                solution = solutions[name]
+                key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
+                if key in self.excluded or self._why_untimed(solution) is not None:
+                    continue
+                invited.append((name, config))
+                if solution not in item.timed:
+                    item.timed.append(solution)
+                skipped = Skipped(name_with_config(name, config), axes_key(workload.axes), ALREADY_MEASURED)
+                if skipped in self.plan.skipped:
+                    self.plan.skipped.remove(skipped)
+            if invited:
+                item.likely_fastest[workload.uuid] = invited
 
 
 def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
@@ -411,115 +498,11 @@ def _matches(workload: Workload, asked: str | tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _place(
-    item: DefinitionPlan,
-    solution: SolutionFiles,
-    machine: Machine,
-    options: Options,
-    lacks: Unavailable,
-    plan: Plan,
-) -> None:
-    language = solution.record.spec.language
-    reason = why_not_timed(solution.name, solution.record.spec.omits) if options.tier == "promotion" else None
-    if reason is not None:
-        plan.skipped.append(Skipped(solution.name, "*", reason))
-        return
-    reason = _why_untimed(solution, machine, lacks)
-    if reason is None:
-        item.timed.append(solution)
-    elif interpreted_here(language, on_gpu=machine.is_gpu) and options.tier == "screen" and not lacks.of(solution):
-        item.interpreted.append(solution)
-    else:
-        plan.skipped.append(Skipped(solution.name, "*", reason))
-
-
-def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) -> str | None:
-    """Return the reason why a Solution cannot be timed on this machine, or None.
-
-    Missing packages come first if installing them would help.
-    """
-    language = solution.record.spec.language
-    if machine.is_gpu or language == "python":
-        return lacks.of(solution, its_language=machine.is_gpu)
-    return lacks.of(solution) or f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
-
-
-def _is_named(solution: SolutionFiles, options: Options) -> bool:
-    """Return False for stock code if only other Solutions are named. It is measured where one of them passes."""
-    record, names = solution.record, {*options.names}
-    return record.spec.provides != "stock" or not names or not names.isdisjoint({record.name, record.definition})
-
-
-def _choose_pairs(
-    item: DefinitionPlan,
-    asked: Sequence[SolutionFiles],
-    options: Options,
-    done: Collection[DoneKey],
-    excluded: Mapping[DoneKey, str],
-    tuned: Mapping[PairKey, Config],
-    plan: Plan,
-) -> None:
-    for workload in item.workloads:
-        wanted = []
-        for solution in asked:
-            pair = (solution.digest, item.definition.digest, workload.uuid)
-            found = tuned.get(pair) if solution in item.timed else None
-            for config in ({}, found) if found else ({},):
-                reason = _why_not((*pair, config_id(config)), options, done, excluded)
-                if solution in item.interpreted and elements_of(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
-                    reason = "too large for the interpreter"
-                if reason is not None:
-                    name = name_with_config(solution.name, config)
-                    plan.skipped.append(Skipped(name, axes_key(workload.axes), reason))
-                elif config:
-                    item.tuned[solution.name, workload.uuid] = config
-                else:
-                    wanted.append(solution.name)
-        item.pairs |= {(name, workload.uuid) for name in wanted}
-
-
-def _add_likely_fastest(
-    item: DefinitionPlan,
-    catalog: Catalog,
-    machine: Machine,
-    lacks: Unavailable,
-    excluded: Collection[DoneKey],
-    likely_fastest: LikelyFastest,
-    most: int | None,
-    plan: Plan,
-) -> None:
-    """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
-    solutions = catalog.solutions_among((item.definition.name,))
-    for workload in item.workloads:
-        invited = list(likely_fastest.get((item.definition.digest, workload.uuid), ()))[:most]
-        if not invited or all(pair == invited[0] for pair in _new_candidates(item, workload)):
-            continue
-        for name, config in list(invited):
-            solution = solutions[name]
-            key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
-            if key in excluded or _why_untimed(solution, machine, lacks) is not None:
-                invited.remove((name, config))
-                continue
-            if solution not in item.timed:
-                item.timed.append(solution)
-            skipped = Skipped(name_with_config(name, config), axes_key(workload.axes), ALREADY_MEASURED)
-            if skipped in plan.skipped:
-                plan.skipped.remove(skipped)
-        if invited:
-            item.likely_fastest[workload.uuid] = invited
-
-
 def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
     """Return the candidates that are planned to be timed on a Workload, without stock code."""
     names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
     pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
     return [(name, config) for name, config in pairs + item.tuned_on(workload) if name in names]
-
-
-def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
-    if key in excluded:
-        return excluded[key]
-    return ALREADY_MEASURED if not options.force and key in done else None
 
 
 def elements_of(definition: Definition, workload: Workload) -> int:

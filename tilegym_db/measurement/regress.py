@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -26,20 +26,19 @@ from tilegym_db.catalog.record_files import (
     solution_of_family,
     write_sources,
 )
-from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
+from tilegym_db.errors import NotFoundError, RecordError, UsageError
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
-from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import DevicesLike, Machine, parse_devices
 from tilegym_db.measurement.plan import Options, Plan
-from tilegym_db.measurement.run_setup import Observer, RunSetup, timing_budget
+from tilegym_db.measurement.run_setup import Observer, RunSetup, open_run, timing_budget
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import Interval, TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.hardware import CPU
-from tilegym_db.store.queries import solutions_of_run
+from tilegym_db.store.queries.measured import solutions_of_run
 from tilegym_db.verification.worker_handle import SCREEN
 
 BEFORE, CONTROL = ".before", ".control"
@@ -77,9 +76,7 @@ def regress(
         UsageError: git is not installed, or the catalog is not in a repository.
     """
     watch = observer or Observer()
-    asked = parse_devices(devices)
-    with open_pool(asked, watch.starting) as pool:
-        setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
+    with open_run(parse_devices(devices), catalog, store_home, watch.starting) as (setup, pool):
         options = Options(workload=workload, quick=quick, force=True, tier="promotion")
         return _regress(setup, against, names, options, bars, watch, pool)
 
@@ -105,20 +102,12 @@ def _regress(
     if pairs.changed:
         with scratch_folder() as folder:
             own_bars = bars or bars_for(setup.machine.gpu)
-            session = _Comparison(setup, report, own_bars, folder, observer, pool)
-            session.run(pairs.changed, options)
+            _Comparison(setup, report, own_bars, folder, observer, pool).run(pairs.changed, options)
     return report
 
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
-    known = {*catalog.definitions, *catalog.solutions}
-    for name in names:
-        if name not in known:
-            catalog.refuse_broken(name)
-            hint = did_you_mean(name, known)
-            raise NotFoundError(
-                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
-            )
+    catalog.refuse_unknown(names)
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
 
 
@@ -470,21 +459,17 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
     Raises:
         NotFoundError: no catalog of the chosen Solutions has the revision.
     """
-    histories, pairs, unknown = _Histories(), Pairs(), []
+    history_of, pairs, unknown = cache(SourceHistory), Pairs(), []
     for solution in chosen:
         try:
-            history = histories.of(solution)
+            history = history_of(solution.root)
             commit = history.commit(revision)
             if commit is None:
                 raise UsageError(f"{history.root} has no revision '{revision}'", code="revision_unknown")
-        except UsageError as error:
-            pairs.leave_out(solution, "not comparable", str(error))
-            unknown.append(str(error))
-            continue
-        try:
             old = history.at(commit, solution)
-        except RecordError as error:
+        except (UsageError, RecordError) as error:
             pairs.leave_out(solution, "not comparable", str(error))
+            unknown += [str(error)] if isinstance(error, UsageError) else []
             continue
         if old is None:
             pairs.leave_out(solution, "not comparable", f"did not exist at {revision}")
@@ -507,7 +492,7 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
     Raises:
         NotFoundError: the run measured none of the chosen Solutions.
     """
-    histories, pairs = _Histories(), Pairs()
+    history_of, pairs = cache(SourceHistory), Pairs()
     concerned = [solution for solution in chosen if solution.name in measured]
     if not concerned:
         raise NotFoundError(
@@ -520,7 +505,7 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
             pairs.leave_out(solution, "unchanged", f"the same source and spec as in run {run_id}")
             continue
         try:
-            old = histories.of(solution).with_digest(solution, digest)
+            old = history_of(solution.root).with_digest(solution, digest)
         except UsageError as error:
             pairs.leave_out(solution, "not comparable", str(error))
             continue
@@ -532,19 +517,6 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
         else:
             pairs.changed.append(Pair(solution, old))
     return pairs
-
-
-class _Histories:
-    """One :class:`SourceHistory` per root of the catalog."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, SourceHistory] = {}
-
-    def of(self, solution: SolutionFiles) -> SourceHistory:
-        root = solution.root
-        if root not in self._known:
-            self._known[root] = SourceHistory(root)
-        return self._known[root]
 
 
 # ---- history --------------------------------------------------------------------------------------
@@ -577,7 +549,10 @@ class SourceHistory:
             UsageError: git is not installed, or the folder is not in a repository.
         """
         self.root = root
-        self._git("rev-parse", "--git-dir", why=f"{root} has no history to compare with")
+        answer = self._run("rev-parse", "--git-dir")
+        if answer.returncode != 0:
+            said = answer.stderr.decode(errors="replace").strip()
+            raise UsageError(f"{root} has no history to compare with: {said}", code="git_failed")
 
     def commit(self, revision: str) -> str | None:
         """Return the commit id of a revision (a branch, a tag, ``HEAD~3``, ...), or None."""
@@ -636,12 +611,6 @@ class SourceHistory:
     def _try(self, *arguments: str) -> bytes | None:
         answer = self._run(*arguments)
         return answer.stdout if answer.returncode == 0 else None
-
-    def _git(self, *arguments: str, why: str) -> bytes:
-        answer = self._run(*arguments)
-        if answer.returncode != 0:
-            raise UsageError(f"{why}: {answer.stderr.decode(errors='replace').strip()}", code="git_failed")
-        return answer.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         # In a git hook, environment variables may point to another repository.

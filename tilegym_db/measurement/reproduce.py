@@ -18,9 +18,8 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.workload import TYPICAL, Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.admission import require_returning_reference
-from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.distributions import CONTENTS, MODIFIERS, RAGGED, are_contents
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import ExpectedCache, OracleCase
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure, WorstErrors
 from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle
@@ -87,7 +86,8 @@ def reproduce(
         spread_as="" if typical else spread,
     )
     case = _checked(definition, case)
-    require_returning_reference(records, definition)
+    if (file := records.untried(definition)) is not None:
+        require_returning_reference(definition, file)
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:
         return Reproduction(case)

@@ -10,21 +10,24 @@ import hashlib
 import secrets
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.backends.toolchains import TOOLCHAINS, declared_libraries, lacking_dependency, toolchain_status
+from tilegym_db.backends.toolchains import declared_libraries
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import HardwareError, RecordError, UsageError
+from tilegym_db.measurement.calibrate import calibrate
 from tilegym_db.measurement.devices.pool import DevicePool
-from tilegym_db.measurement.machine import Machine, Missing, Site, select_machine
+from tilegym_db.measurement.machine import Devices, Machine, Missing, Site, devices_of, names_cluster, select_machine
 from tilegym_db.measurement.plan import DoneKey, LikelyFastest, Options, PairKey, Plan, make_plan
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import home
 from tilegym_db.published.neighbours import largest_tensor
 from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.text import canonical_json
 from tilegym_db.records.trace import (
     Audit,
@@ -40,6 +43,7 @@ from tilegym_db.records.verdicts import Tier
 from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.side_files import save_peaks
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases
 from tilegym_db.verification.verifier import Failure
@@ -76,15 +80,6 @@ class RunSetup:
             HardwareError: the requested GPU is not the one in this machine.
         """
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
-
-    @classmethod
-    def on(cls, pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-        """Return the setup as :meth:`of` does; with a pool, the machine is its first device, since all are of one kind."""
-        if pool is None:
-            return cls.of(gpu, catalog, store_home)
-        first = pool.devices[0]
-        machine = select_machine(first.gpu, first.index) if pool.site is None else pool.site.machine
-        return cls(machine, catalog or Catalog.default(), store_home or home(), pool.site)
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
@@ -131,7 +126,7 @@ class RunSetup:
         solutions = self.catalog.solutions_among(names).values()
         if self.site is not None:
             return self.site.missing(solutions)
-        return Missing(unusable_languages(), unmet_dependencies(solutions))
+        return Missing.here({files.name: files.record.spec.dependencies for files in solutions})
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
         """Return the plan without Definitions whose reference does not return.
@@ -141,7 +136,8 @@ class RunSetup:
         kept = []
         for item in plan.definitions:
             try:
-                require_returning_reference(self.catalog, item.definition)
+                if (file := self.catalog.untried(item.definition)) is not None:
+                    require_returning_reference(item.definition, file)
                 kept.append(item)
             except RecordError as error:
                 if named:
@@ -154,33 +150,61 @@ class RunSetup:
         return RunContext(run_id or new_run_id(self.machine.gpu), self.machine, secrets.randbits(62), command=command)
 
 
+@contextlib.contextmanager
+def open_run(
+    devices: Devices, catalog: Catalog | None, store_home: Path | None, waiting: Callable[[str], None]
+) -> Iterator[tuple[RunSetup, DevicePool | None]]:
+    """Yield the setup of a run and the supervisors of its devices, which start while this process plans.
+
+    There are no supervisors if this process measures itself. With some, the machine is the first device, as all are of one kind.
+    ``waiting`` is called with a description of a wait.
+
+    Raises:
+        HardwareError, UsageError: the devices or the cluster do not exist.
+        MissingPackageError: a cluster needs a package that is not installed.
+    """
+    opened: AbstractContextManager[DevicePool]
+    if devices.executor is not None and names_cluster(devices.executor):
+        from tilegym_db.measurement.devices.places import cluster_pool
+
+        if isinstance(devices.gpus, tuple):
+            raise UsageError(
+                "devices of this host cannot be given to another executor; name a number of GPUs, or leave them out.",
+                code="devices_of_executor",
+            )
+        opened = cluster_pool(devices.executor, devices.gpus, devices.gpu, waiting)
+    elif chosen := devices_of(devices):
+        from tilegym_db.measurement.devices.places import host_pool
+
+        opened = host_pool(chosen)
+    else:
+        yield RunSetup.of(devices.gpu, catalog, store_home), None
+        return
+    with opened as pool:
+        first = pool.devices[0]
+        machine = select_machine(first.gpu, first.index) if pool.site is None else pool.site.machine
+        yield RunSetup(machine, catalog or Catalog.default(), store_home or home(), pool.site), pool
+
+
 def timing_budget(options: Options) -> TimingBudget:
     """Return the timing budget of a verdict; it is small for a quick run."""
     return TimingBudget.quick() if options.quick else TimingBudget()
 
 
-def unusable_languages() -> dict[str, str]:
-    """Return the languages that cannot be used here, with the reason and the fix.
+def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
+    """Return the peaks of a GPU, the known ones or those that are measured and stored now; or None and a remark if that fails.
 
-    Their Solutions are not run, since a failed trace would blame them.
+    A failed calibration does not stop the measurement. A CPU has no peaks. Published peaks are those of another machine, so times
+    measured here are not compared with them.
     """
-    statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
-    return {
-        language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
-        for language, status in statuses.items()
-        if not status.available
-    }
-
-
-def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
-    """Return the Solutions whose declared package is missing or too old here, with the fix, by name."""
-    return lacking_dependencies({files.name: files.record.spec.dependencies for files in solutions})
-
-
-def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return the same as :func:`unmet_dependencies` for declared dependencies by name of a Solution."""
-    lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
-    return {name: f"needs {text}" for name, text in lacking.items() if text is not None}
+    if not machine.is_gpu or known is not None:
+        return known, []
+    try:
+        found = calibrate(machine)
+        save_peaks(found, home)
+    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # any error of the driver
+        return None, [f"the traces have no speed of light and no physics floor: {error}"]
+    return found, []
 
 
 # ---- tracing --------------------------------------------------------------------------------------

@@ -22,9 +22,14 @@ from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.records.verdicts import UNTIMED_TIERS
-from tilegym_db.verification.contents import KEPT_BYTES, ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
-from tilegym_db.verification.expected import give_back_memory, raising_out_of_memory
+from tilegym_db.verification.expected import (
+    KEPT_BYTES,
+    ExpectedCache,
+    WorkloadContents,
+    give_back_memory,
+    raising_out_of_memory,
+)
 from tilegym_db.verification.phases import CLOCK, LONG_RUN, OWNERSHIP, ROUNDS, TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure

@@ -21,9 +21,9 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import bind_call
 from tilegym_db.records.definition_parts import TensorSpec
 from tilegym_db.records.dtypes import scalar_type
-from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.resolver.resolve import call_site
 from tilegym_db.resolver.training import Training, training_of
 from tilegym_db.verification.oracle import load_function, name_outputs
 

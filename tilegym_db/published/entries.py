@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.input_files import damaged
+from tilegym_db.published.snapshot import shipped_keys, source_key
 from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar

@@ -21,8 +21,7 @@ from pydantic import BaseModel
 from tilegym_db.files import write_atomically
 from tilegym_db.records.base import Record, RecordPart
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Pattern, Task
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Family, Solution
 from tilegym_db.records.trace import Trace

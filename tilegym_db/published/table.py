@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
-from tilegym_db.published.checked import bounds_of, why_implausible
 from tilegym_db.published.entries import (
     REQUIREMENTS,
     Candidate,
@@ -45,7 +44,7 @@ from tilegym_db.published.input_files import (
     trace_files,
 )
 from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
-from tilegym_db.published.snapshot import Snapshot, open_snapshot
+from tilegym_db.published.snapshot import Snapshot, bounds_of, open_snapshot, why_implausible
 from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks

@@ -289,10 +289,10 @@ def _check_options(where: str, generator: InputGenerator) -> None:
 
 def _check_bounds(where: str, generator: InputGenerator, axes: Mapping[str, Axis]) -> None:
     for option in ("low", "high"):
-        for axis in sorted(_axes_in(f"{where}.{option}", getattr(generator, option)) - set(axes)):
+        for axis in sorted(_names(str(getattr(generator, option)), f"{where}.{option}")[0] - set(axes)):
             raise RecordError(f"{where}.{option} uses undeclared axis '{axis}'", code="axis_undeclared")
     why = _OVER_AXES.get(generator.kind)
-    if why is not None and not _axes_in(f"{where}.high", generator.high):
+    if why is not None and not _names(str(generator.high), f"{where}.high")[0]:
         raise RecordError(
             f"{where}: '{generator.kind}' needs 'high', an expression over axes such as 'E': {why}",
             code="generator_bound_missing",
@@ -301,13 +301,6 @@ def _check_bounds(where: str, generator: InputGenerator, axes: Mapping[str, Axis
         raise RecordError(
             f"{where}: 'low' of a log_decay is at most 0, not {generator.low:g}", code="generator_bound_sign"
         )
-
-
-def _axes_in(where: str, bound: float | str) -> frozenset[str]:
-    try:
-        return names_in(str(bound))[0]
-    except RecordError as error:
-        raise RecordError(f"{where}: {error}", code=error.code) from None
 
 
 def _check_dtype(where: str, generator: InputGenerator, dtype: str) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from tilegym_db.errors import NotFoundError, did_you_mean
-from tilegym_db.store.queries import leaderboard_rows
 from tilegym_db.store.queries import report_rows as queries
+from tilegym_db.store.queries.measured import leaderboard_rows
 
 if TYPE_CHECKING:
     from tilegym_db.store.connection import Store

@@ -245,7 +245,7 @@ _made: dict[tuple[str, str, str], Allocate] = {}
 def _compile_allocation(definition: Definition, serving: Serving) -> Allocate:
     import torch
 
-    from tilegym_db.backends.torch_dtypes import storage_dtype
+    from tilegym_db.sandbox.shared_buffers import storage_dtype
 
     namespace: dict[str, Any] = {"_torch": torch, "_dtype": storage_dtype, "ceil_div": lambda a, b: -(-a // b)}
     made = [_expression(definition, serving, name) for name in definition.written_outputs]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import shared_place, span_of
@@ -456,3 +455,40 @@ def _map(handle: _Pointer, size: int, whole: int, index: int) -> tuple[torch.Ten
             _call("cuMemAddressFree", address, _Size(whole))
 
     return memory, unmap
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
+# Converts between dtype names of records and torch dtypes.
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "uint32",
+        "bool",
+    )
+} | {"float4_e2m1": torch.uint8}  # two codes a byte: torch's own packed dtype supports no arithmetic
+
+_NAMES = {dtype: name for name, dtype in reversed(TORCH_DTYPES.items()) if name != "float4_e2m1"}
+
+
+def storage_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype that stores a record dtype; packed 4-bit floats are stored as bytes."""
+    return TORCH_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a torch dtype's name in records; raise ``KeyError`` if records cannot hold it."""
+    return _NAMES[dtype]

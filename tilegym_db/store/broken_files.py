@@ -14,8 +14,7 @@ from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records.base import Record
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import CUT_OFF, read_journal
-from tilegym_db.store.loop import loop_journals, rejected_lines
-from tilegym_db.store.side_files import MODEL_RUNS, read_model_run
+from tilegym_db.store.side_files import MODEL_RUNS, loop_journals, read_model_run, rejected_lines
 
 BUDGET_S = 1.5
 """Maximum seconds spent on reading one folder, newest files first. The oldest files are skipped."""

@@ -19,13 +19,12 @@ from pydantic_core import from_json, to_json
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
-from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import imported_manifests, published_folders
-from tilegym_db.published.snapshot import RejectedLine
+from tilegym_db.published.snapshot import Checked, RejectedLine
 from tilegym_db.records import axes_key
 from tilegym_db.records.text import binding_key
 from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
-from tilegym_db.store import queries, statements
+from tilegym_db.store import statements
 from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
@@ -53,13 +52,14 @@ from tilegym_db.store.journal import (
     load_traces,
     mark_newest,
 )
-from tilegym_db.store.loop import sync_loop
+from tilegym_db.store.queries import measured
 from tilegym_db.store.side_files import (
     load_model_runs,
     load_tuning,
     peaks_rows,
     published_model_rows,
     published_tuning_rows,
+    sync_loop,
 )
 from tilegym_db.store.statements import fingerprints, views_fingerprint
 
@@ -293,14 +293,14 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
     """
     if not reason.strip():
         raise UsageError("a failure is overruled for a reason only: --because 'TEXT'.", code="reason_missing")
-    found = queries.find_traces(store, trace_id.lower(), most=2)
+    found = measured.find_traces(store, trace_id.lower(), most=2)
     if not trace_id or not found:
         raise NotFoundError(f"no trace '{trace_id}'. Try: tilegym-db sql \"FROM revocations\"", code="trace_unknown")
     if len(found) > 1:
         raise UsageError(
             f"several traces have an id that starts with '{trace_id}'. Give more characters.", code="trace_ambiguous"
         )
-    (failed,) = queries.read_traces(store, [found[0]["trace_id"]]).values()
+    (failed,) = measured.read_traces(store, [found[0]["trace_id"]]).values()
     if failed.status in ("PASSED", "UNSUPPORTED", "OVERRULED"):
         raise UsageError(
             f"trace {failed.trace_id} is {failed.status}, which takes nothing back. Give the failure: "
@@ -402,7 +402,7 @@ def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: 
 
 # ---- catalog rows ---------------------------------------------------------------------------------
 # Turns the catalog into database rows without validating shipped records again.
-# That validation took most of the time of a new home. :mod:`tilegym_db.published.checked` knows the valid files. A
+# That validation took most of the time of a new home. :mod:`tilegym_db.published.snapshot` knows the valid files. A
 # changed file, or one that depends on a changed file, is validated like a user's.
 
 Row = dict[str, Any]

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Self
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.checked import bounds_of
 from tilegym_db.published.input_files import is_packed, read_traces
 from tilegym_db.published.snapshot import (
     Batch,
     RejectedLine,
     Sorted,
+    bounds_of,
     signed_line,
     sorted_files,
     sorted_snapshots,
@@ -495,7 +495,7 @@ def _clean(batch: Batch, target: Path) -> tuple[int, tuple[RejectedLine, ...]]:
 
 
 # ---- doubts ---------------------------------------------------------------------------------------
-# Marks passes whose figures cannot be true (:mod:`tilegym_db.published.checked`).
+# Marks passes whose figures cannot be true (:mod:`tilegym_db.published.snapshot`).
 
 
 def judge_passes(connection: DuckDBPyConnection, last: int = -1, plausible: frozenset[str] = frozenset()) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.loop import UNMEASURED, Pattern
 from tilegym_db.store.connection import Store
-from tilegym_db.store.loop import cited_cases, cited_searches, cited_traces, read_patterns
+from tilegym_db.store.side_files import cited_cases, cited_searches, cited_traces, read_patterns
 
 
 def pattern_findings(catalog: Catalog, store: Store) -> list[str]:

@@ -28,7 +28,6 @@ from pydantic_core import from_json
 from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreError
 from tilegym_db.files import RECORD_BYTES, read_bytes, write_atomically, write_folder, writing
 from tilegym_db.paths import home, remove_tree, shipped_root
-from tilegym_db.published.checked import shipped_keys
 from tilegym_db.published.entries import Audience, Refusal
 from tilegym_db.published.input_files import (
     LOCK_NAME,
@@ -62,15 +61,16 @@ from tilegym_db.published.snapshot import (
     open_snapshot,
     read_published,
     sha256,
+    shipped_keys,
     signature,
     signed_lock,
 )
 from tilegym_db.records.hardware import gpus_meant
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.store import queries
 from tilegym_db.store.connection import Store
+from tilegym_db.store.queries import measured, publishing
 from tilegym_db.store.queries.publishing import SHAPE
 from tilegym_db.store.side_files import model_texts, peaks_text
 
@@ -147,25 +147,25 @@ def publish(
     """
     if store.stale is not None:
         raise StoreError(f"cannot publish: {store.stale}", code="store_stale")
-    gpu = _one_gpu(gpu, queries.traced_gpus(store))
+    gpu = _one_gpu(gpu, measured.traced_gpus(store))
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
     audience: Audience = "this user" if folder == users else "others"
     shipped = _shipped_unconfined(store, gpu) if folder == users else frozenset()
-    promoted, refused = queries.promoted_rows(store, gpu, shipped, audience=audience)
+    promoted, refused = publishing.promoted_rows(store, gpu, shipped, audience=audience)
     rows = [row for row in promoted if row["solution_digest"] not in without]
-    failures = queries.revoking_rows(store, gpu)
+    failures = publishing.revoking_rows(store, gpu)
     left_out = _left_out(store, gpu, refused)
     if not rows and not failures:
         raise _nothing_to_publish(store, gpu, left_out)
     lines = trace_contents(store, [*rows, *failures]) | _tuning_contents(store, gpu)
     contents = {folder / name: _packed_as_is(folder / name, content) for name, content in lines.items()}
-    peaks = queries.read_peaks(store, gpu, own=True)
+    peaks = measured.read_peaks(store, gpu, own=True)
     if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
         contents[folder / PEAKS_NAME] = peaks_text(peaks).encode()
     runs: list[ModelRun] = []
     if folder != users:
-        runs = queries.publishable_model_runs(store, gpu)
+        runs = publishing.publishable_model_runs(store, gpu)
         left_out |= _runs_left_out(store, gpu)
     contents |= {folder / name: text.encode() for name, text in model_texts(runs).items()}
     sm = [*rows, *failures][0]["sm"]
@@ -184,7 +184,7 @@ def publish(
         changed,
         tuple(sorted(leftover)),
         unconfined,
-        tuple(queries.disagreements(store, gpu)),
+        tuple(publishing.disagreements(store, gpu)),
     )
 
 
@@ -221,7 +221,7 @@ def publish_all(store: Store, gpu: str) -> list[PublishReport]:
     Raises:
         NotFoundError, StoreError: as for :func:`publish`.
     """
-    return [publish(store, slug) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
+    return [publish(store, slug) for slug in gpus_meant(gpu, measured.traced_gpus(store)) or [gpu]]
 
 
 def _may_replace(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
@@ -264,36 +264,35 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
     """Return the shipped sources of Definitions verified here by unconfined workers. Usually there are none."""
-    return shipped_keys(queries.unconfined_definitions(store, gpu))
+    return shipped_keys(publishing.unconfined_definitions(store, gpu))
 
 
 def _left_out(store: Store, gpu: str, refused: Mapping[str, int]) -> dict[str, int]:
-    counts = {**queries.not_verified(store, gpu), **refused, "screened": queries.count_unverified(store, gpu=gpu)}
+    counts = {**publishing.not_verified(store, gpu), **refused, "screened": measured.count_unverified(store, gpu=gpu)}
     return {_LEFT_OUT[code]: counts[code] for code in _LEFT_OUT if counts.get(code)}
 
 
 def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
-    return {RUNS_KEPT_BACK[reason]: count for reason, count in queries.kept_back_runs(store, gpu).items()}
+    return {RUNS_KEPT_BACK[reason]: count for reason, count in publishing.kept_back_runs(store, gpu).items()}
 
 
 def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> NotFoundError:
     if left_out:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items())
         return NotFoundError(f"nothing on '{gpu}' can be published. Left out: {reasons}.", code="nothing_to_publish")
-    measured = ", ".join(queries.measured_gpus(store)) or "none"
+    found = ", ".join(measured.measured_gpus(store)) or "none"
     return NotFoundError(
-        f"no verified trace on '{gpu}' (GPUs with one: {measured}). "
-        "Measure first, on that GPU: tilegym-db bench --verify",
+        f"no verified trace on '{gpu}' (GPUs with one: {found}). Measure first, on that GPU: tilegym-db bench --verify",
         code="traces_missing",
     )
 
 
 def trace_contents(store: Store, rows: list[dict[str, Any]]) -> dict[str, bytes]:
     """Return path in the GPU's folder -> lines of that trace file, from ``publishable_rows`` and ``revoking_rows``."""
-    traces = queries.read_traces(store, [row["trace_id"] for row in rows])
+    traces = measured.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
-    provides = queries.provided(store)
+    provides = publishing.provided(store)
     contents: dict[str, bytes] = {}
     for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
         records = [traces[row["trace_id"]].to_dict() for row in group]
@@ -302,7 +301,7 @@ def trace_contents(store: Store, rows: list[dict[str, Any]]) -> dict[str, bytes]
 
 
 def _tuning_contents(store: Store, gpu: str) -> dict[str, bytes]:
-    steps = queries.publishable_steps(store, gpu)  # by Definition; steps of older sources are dropped
+    steps = publishing.publishable_steps(store, gpu)  # by Definition; steps of older sources are dropped
     return {
         f"{op_type}/{TUNING_FOLDER}/{definition}{SUFFIX}": json_lines(step.to_dict() for _, _, step in group)
         for (op_type, definition), group in itertools.groupby(steps, key=lambda item: item[:2])
@@ -354,20 +353,20 @@ def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
     """
     if store.stale is not None:
         raise StoreError(f"cannot share a resolver table: {store.stale}", code="store_stale")
-    slugs = gpus_meant(gpu, queries.traced_gpus(store))
+    slugs = gpus_meant(gpu, measured.traced_gpus(store))
     return [name for slug in slugs for name in _share_table(store, place, slug)]
 
 
 def _share_table(store: Store, place: SharedPlace, gpu: str) -> list[str]:
     rows = [
         row
-        for row in (*queries.publishable_rows(store, gpu), *queries.revoking_rows(store, gpu))
+        for row in (*publishing.publishable_rows(store, gpu), *publishing.revoking_rows(store, gpu))
         if row["origin"] == "local"
     ]
     if not rows:
         return []
     contents = {name: packed(lines) for name, lines in trace_contents(store, rows).items()}
-    peaks = queries.read_peaks(store, gpu, own=True)
+    peaks = measured.read_peaks(store, gpu, own=True)
     if peaks is not None:
         contents[PEAKS_NAME] = peaks_text(peaks).encode()
     files = {name: sha256(content) for name, content in sorted(contents.items())}

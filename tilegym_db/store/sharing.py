@@ -26,8 +26,7 @@ from tilegym_db.store import statements
 from tilegym_db.store.asking import QueryResult
 from tilegym_db.store.connection import Store, open_store, run_user_query
 from tilegym_db.store.journal import IngestReport, load_traces, remember_files
-from tilegym_db.store.queries import read_traces
-from tilegym_db.store.queries.measured import slugs
+from tilegym_db.store.queries.measured import read_traces, slugs
 from tilegym_db.store.statements import listed
 
 

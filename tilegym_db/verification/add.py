@@ -28,11 +28,16 @@ from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.records.solution import find_function, normalise_language
 from tilegym_db.records.text import parse_object
 from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
-from tilegym_db.scaffold import is_draft, read_definition_file
-from tilegym_db.scaffold.definition_draft import RECORD_FILE, WORKLOADS_FILE, open_places
+from tilegym_db.scaffold.definition_draft import (
+    RECORD_FILE,
+    WORKLOADS_FILE,
+    is_draft,
+    open_places,
+    read_definition_file,
+)
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.queries import count_traces_of
+from tilegym_db.store.queries.measured import count_traces_of
 
 Sources = Mapping[str, bytes]
 """Path in a Solution's folder -> content."""

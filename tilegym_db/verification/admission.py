@@ -18,11 +18,8 @@ from typing import Any
 
 import platformdirs
 
-from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import RecordError, SolutionError
-from tilegym_db.paths import scratch_folder, shipped_root
+from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call, bind_forward, scalars_with_axes
 from tilegym_db.records.dtypes import Scalar
@@ -30,6 +27,7 @@ from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.processes import ResourceBounds
 from tilegym_db.sandbox.protocol import Channel, storable
 from tilegym_db.sandbox.scan import require_clean, scan_definition
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.expected import broken_constraint
 from tilegym_db.verification.inputs import draw_inputs
@@ -146,28 +144,20 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
 
 
 def require_returning_reference(
-    catalog: Catalog, record: Definition, *, run: Callable[[Definition, Path], None] = run_reference_once
+    record: Definition, path: Path, *, run: Callable[[Definition, Path], None] = run_reference_once
 ) -> None:
-    """Run a reference that was not shipped in a child process, once per digest, before this process uses it.
+    """Run a reference of :meth:`Catalog.untried` in a child process, once per digest, before this process uses it.
 
-    Its file may not have passed ``add-definition``, but may have been written or changed by hand. In a checkout, a Definition
-    is shipped if the lock has its digest. A success is remembered in the user's cache folder, because starting a process with
-    PyTorch takes seconds.
+    A success is remembered in the user's cache folder, because starting a process with PyTorch takes seconds.
 
     Args:
-        catalog: has the file of the Definition.
         record: the Definition.
+        path: its file.
         run: runs the reference in a child process.
 
     Raises:
         RecordError: see :func:`run_reference_once`.
     """
-    path = catalog.definition_paths.get(record.name)
-    packaged = shipped_root()
-    if path is None:
-        return
-    if path.is_relative_to(packaged) and (catalog.write_root != packaged or _is_locked(packaged, record)):
-        return
     known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
     if record.digest in _RETURNED or os.path.exists(known):
         return
@@ -176,12 +166,6 @@ def require_returning_reference(
     with contextlib.suppress(OSError):  # an unwritable cache folder costs the next command a few seconds
         known.parent.mkdir(parents=True, exist_ok=True)
         known.touch()
-
-
-def _is_locked(root: Path, record: Definition) -> bool:
-    with contextlib.suppress(RecordError):  # a damaged lock proves nothing
-        return read_lock(root).get(record.name, {}).get(record.version) == record.digest
-    return False
 
 
 _RETURNED: set[str] = set()

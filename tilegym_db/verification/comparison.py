@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from tilegym_db.backends.torch_dtypes import dtype_name
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.definition import LIMITS, Limits, limits_for
 from tilegym_db.records.definition_rules import ROUNDING, codes_are_exact
+from tilegym_db.sandbox.shared_buffers import dtype_name
 from tilegym_db.verification.distributions import chosen_from, is_index
 from tilegym_db.verification.gates import (
     EXACTLY,

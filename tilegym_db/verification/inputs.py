@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
@@ -25,6 +24,7 @@ from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int
 from tilegym_db.records.workload import Case, SafetensorsInput
+from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.verification.distributions import (
     CONTENTS,
     PLANTED,

@@ -22,8 +22,7 @@ from tilegym_db.records.expressions import names_in
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.cases import repaired
-from tilegym_db.verification.contents import ExpectedCache
-from tilegym_db.verification.expected import OracleCase, broken_constraint, make_oracle_case
+from tilegym_db.verification.expected import ExpectedCache, OracleCase, broken_constraint, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import as_written, at_indices, in_fp64, loops, oracle

@@ -29,8 +29,7 @@ from tilegym_db.sandbox.shared_buffers import (
     same_bytes,
     tensor_view,
 )
-from tilegym_db.verification.contents import ExpectedCache
-from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.expected import ExpectedCache, OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.verifier import (
     Failure,

@@ -29,11 +29,12 @@ from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.comparison import is_undefined
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalars_to_vary
 from tilegym_db.verification.expected import (
+    ExpectedCache,
     LargeOracleCase,
     OracleCase,
+    WorkloadContents,
     give_back_memory,
     make_large_case,
     make_oracle_case,

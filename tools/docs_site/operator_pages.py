@@ -113,7 +113,7 @@ def _proof(definition: Definition) -> list[str]:
 
 
 def _kernels(store: Store, definition: Definition, evidence: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    from tilegym_db.store.queries import leaderboard_rows
+    from tilegym_db.store.queries.measured import leaderboard_rows
 
     parts, pictures = ["## Kernels"], {}
     ranks = leaderboard_rows(store, definition=definition.name)

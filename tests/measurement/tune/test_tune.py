@@ -25,7 +25,8 @@ from tilegym_db.records.solution import config_id
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.publish import publish
-from tilegym_db.store.queries import best_rows, publishable_rows, tuned_configs
+from tilegym_db.store.queries.measured import best_rows, tuned_configs
+from tilegym_db.store.queries.publishing import publishable_rows
 from tilegym_db.store.side_files import TuningStep, read_tuning_steps
 
 STOCK = """def run(x, weight, factor, out):
@@ -156,6 +157,7 @@ def test_promotion_takes_the_tuned_config_beside_the_defaults(promoted, catalog,
     assert [row["config"] for row in kernels] == [{"ROWS": 48}]
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/", "tilegym_db/resolver/")  # searches configs and verifies
 def test_the_resolver_launches_the_tuned_config(promoted, catalog, folder, checkout):
     with open_store(folder / "home", catalog=catalog) as store:
         publish(store, "cpu", checkout)
@@ -179,6 +181,7 @@ def test_published_config_is_judged_elsewhere_without_a_search(promoted, catalog
     assert {trace.config.get("ROWS") for trace in found.traces if trace.status == "PASSED"} == {None, 48}
 
 
+@pytest.mark.turn("tilegym_db/measurement/tune/", "tilegym_db/resolver/")  # searches configs and verifies
 def test_small_budget_tries_nearby_winners_and_no_known_failures(first, make_catalog, folder):
     larger = make_catalog(folder / "larger", {"row_scale_blocked": (BLOCKED, TUNABLE)}, (SIZE, OTHER_SIZE))
     seen: list[TuningStep] = []

@@ -308,7 +308,7 @@ def unverified_note(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> str | None:
     """Return how many screen passes await verification and the command for it; None without such passes."""
-    from tilegym_db.store.queries import count_unverified
+    from tilegym_db.store.queries.measured import count_unverified
 
     count = count_unverified(store, definition=definition, op_type=op_type, gpu=gpu)
     if not count:

@@ -18,22 +18,19 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any, TypeVar
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.errors import HardwareError, RecordError, TilegymDBError, UsageError
+from tilegym_db.errors import HardwareError, RecordError, TilegymDBError
 from tilegym_db.measurement.devices import ray_probe
 from tilegym_db.measurement.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.measurement.devices.pool import DevicePool, DeviceProcess, SupervisorLost
 from tilegym_db.measurement.devices.ray_parcels import ParcelStore, pack
 from tilegym_db.measurement.machine import (
-    Devices,
     GpuChoice,
     Machine,
     MeasuringDevice,
     Missing,
     Site,
     connected,
-    devices_of,
     max_devices,
-    names_cluster,
     parse_executor,
     share_processors,
 )
@@ -44,33 +41,6 @@ from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.records.verdicts import UNTIMED_TIERS
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
-
-
-@contextlib.contextmanager
-def open_pool(devices: Devices, waiting: Callable[[str], None] = lambda what: None) -> Iterator[DevicePool | None]:
-    """Yield the supervisors of several devices, which start while this process plans; None if this process measures itself.
-
-    ``waiting`` is called with a description of a wait.
-
-    Raises:
-        HardwareError, UsageError: the devices or the cluster do not exist.
-        MissingPackageError: a cluster needs a package that is not installed.
-    """
-    if devices.executor is not None and names_cluster(devices.executor):
-        if isinstance(devices.gpus, tuple):
-            raise UsageError(
-                "devices of this host cannot be given to another executor; name a number of GPUs, or leave them out.",
-                code="devices_of_executor",
-            )
-        with cluster_pool(devices.executor, devices.gpus, devices.gpu, waiting) as pool:
-            yield pool
-        return
-    chosen = devices_of(devices)
-    if not chosen:
-        yield None
-        return
-    with host_pool(chosen) as pool:
-        yield pool
 
 
 def host_pool(devices: Sequence[MeasuringDevice]) -> DevicePool:
@@ -240,9 +210,9 @@ class _Cluster:
         slot = self._slots[device.label]
         options = _placed(slot.node) | {"num_cpus": slot.processors, "num_gpus": slot.gpus, "max_concurrency": 4}
         actor = ray.remote(DeviceActor).options(**options).remote(device.gpu, slot.number, slot.of)
-        return RemoteProcess(slot, actor, self._deliver, self._refuse, _is_alive)
+        return RemoteProcess(slot, actor, self)
 
-    def _deliver(self, actor: Any, order: Order) -> None:
+    def deliver(self, actor: Any, order: Order) -> None:
         """Send an order to an actor. Each parcel is stored in Ray once, for all actors."""
         import ray
 
@@ -251,7 +221,8 @@ class _Cluster:
             self._references[key] = ray.put(parcels[key])
         actor.send.remote(body, {key: self._references[key] for key in parcels})
 
-    def _refuse(self, machine: Machine) -> str | None:
+    def refuse(self, machine: Machine) -> str | None:
+        """Return the reason why the machine of a device cannot take part, or None."""
         if self.gpu != CPU and not machine.is_gpu:
             return "Ray assigned a GPU, but PyTorch finds no usable GPU there"
         with self._lock:
@@ -353,9 +324,7 @@ class DeviceActor:
 
     def missing(self, dependencies: Mapping[str, tuple[str, ...]]) -> Missing:
         """Return the requirements that this node lacks; ``dependencies`` are those that Solutions declare, by name."""
-        from tilegym_db.measurement.run_setup import lacking_dependencies, unusable_languages
-
-        return Missing(unusable_languages(), lacking_dependencies(dependencies))
+        return Missing.here(dependencies)
 
     def send(self, body: bytes, references: Mapping[str, Any]) -> None:
         """Send the supervisor an order, after fetching the parcels that this actor lacks. Errors become Failed messages."""
@@ -402,23 +371,8 @@ REASON_CHARACTERS = 400
 class RemoteProcess:
     """A supervisor on a node of the cluster. A thread receives its actor's messages, checks them, and passes them on."""
 
-    def __init__(
-        self,
-        slot: Slot,
-        actor: Any,
-        deliver: Callable[[Any, Order], Any],
-        refuse: Callable[[Machine], str | None],
-        is_alive: Callable[[str], bool],
-    ) -> None:
-        """Listen to an actor.
-
-        Args:
-            slot: the device.
-            actor: Ray's handle of the actor.
-            deliver: sends an order to the actor.
-            refuse: returns the reason why a machine cannot take part, or None.
-            is_alive: returns True if a node, given by its id, is alive.
-        """
+    def __init__(self, slot: Slot, actor: Any, cluster: _Cluster) -> None:
+        """Listen to Ray's handle of the actor of a device."""
         self.device = slot.device
         self.item: WorkItem | None = None
         self.done: set[str] = set()
@@ -429,7 +383,7 @@ class RemoteProcess:
         self.actor = actor
         self.connection, self._relayed = Pipe(duplex=False)
         self._node_id = slot.node.node_id
-        self._deliver, self._refuse, self._is_alive = deliver, refuse, is_alive
+        self._cluster = cluster
         self._order: Order | None = None
         self._closing: Any = None
         threading.Thread(target=self._relay, daemon=True).start()
@@ -443,7 +397,7 @@ class RemoteProcess:
         """Send its next order. If the actor is gone, a message reports it."""
         self.item, self.done, self._order = order.item, set(), order
         self.last_message_at = time.monotonic()
-        self._deliver(self.actor, order)
+        self._cluster.deliver(self.actor, order)
 
     def receive(self) -> Any:
         """Return its next message."""
@@ -480,9 +434,7 @@ class RemoteProcess:
                 try:
                     messages = ray.get(self.actor.receive.remote())
                 except RayError as error:
-                    messages = [
-                        Failed(f"Ray lost it: {_first_words(error)}", is_device=not self._is_alive(self._node_id))
-                    ]
+                    messages = [Failed(f"Ray lost it: {_first_words(error)}", is_device=not _is_alive(self._node_id))]
                 for message in map(self._checked, messages):
                     self._relayed.send(message)
                     if isinstance(message, Failed):
@@ -495,7 +447,7 @@ class RemoteProcess:
         """Return the message, or a failure of the device if the message is not valid."""
         match message:
             case Ready():
-                reason = self._refuse(message.machine)
+                reason = self._cluster.refuse(message.machine)
                 if reason is not None:
                     return Failed(reason, is_device=True)
                 self.machine = message.machine

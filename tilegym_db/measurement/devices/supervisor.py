@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.measurement.awards import require_sandbox
-from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.messages import (
     Done,
     Failed,
@@ -36,7 +35,7 @@ from tilegym_db.measurement.devices.messages import (
 )
 from tilegym_db.measurement.local_executor import Capacity, LocalExecutor
 from tilegym_db.measurement.machine import FIRST_GPU, Machine, leaving_processors, require_healthy, select_machine
-from tilegym_db.measurement.run_setup import RunContext
+from tilegym_db.measurement.run_setup import RunContext, peaks_or_reason
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import TimedCandidate
 from tilegym_db.measurement.tune.tune import TuneTask, search

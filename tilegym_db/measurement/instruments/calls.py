@@ -15,14 +15,13 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.toolchains import prepare_environment
-from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import span_of
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.workload import Case
-from tilegym_db.sandbox.shared_buffers import fill_tensor
+from tilegym_db.sandbox.shared_buffers import fill_tensor, storage_dtype
 from tilegym_db.verification.inputs import BlobReader, draw_inputs
 
 WARM_UP_CALLS = 3

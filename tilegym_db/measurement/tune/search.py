@@ -34,7 +34,7 @@ from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id, spell_config
 from tilegym_db.records.verdicts import Status
 from tilegym_db.store.side_files import Outcome, TuningStep
-from tilegym_db.verification.contents import WorkloadContents
+from tilegym_db.verification.expected import WorkloadContents
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 

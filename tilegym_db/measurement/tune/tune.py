@@ -14,12 +14,11 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.measurement.devices.messages import Session, WorkItem
-from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import DevicesLike, Machine, leaving_processors, parse_devices
 from tilegym_db.measurement.plan import DefinitionPlan, DoneKey, Options, PairKey, Plan, Skipped, names_of
-from tilegym_db.measurement.run_setup import RunContext, RunSetup, attempts_of, timing_budget
+from tilegym_db.measurement.run_setup import RunContext, RunSetup, attempts_of, open_run, timing_budget
 from tilegym_db.measurement.runner import BufferPool, Runner
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.measurement.tune.search import (
@@ -39,9 +38,9 @@ from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
+from tilegym_db.store.queries.measured import done_keys, failed_screen, tuned_configs
 from tilegym_db.store.side_files import TuningLog, TuningStep, read_tuning_steps
-from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verification.worker_handle import SCREEN
 
@@ -138,9 +137,7 @@ def tune(
     # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, force=True, tier="promotion")
     watch = observer or TuneObserver()
-    asked = parse_devices(devices)
-    with open_pool(asked, watch.starting) as pool:
-        setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
+    with open_run(parse_devices(devices), catalog, store_home, watch.starting) as (setup, pool):
         return _search_all(setup, options, KnownResults.read(setup, force=force), budget_s, watch, pool)
 
 

@@ -38,7 +38,7 @@ from tilegym_db.models.patch import model_tag, patched
 from tilegym_db.models.random_model import build_model, check_dtype, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
 from tilegym_db.published.entries import Requirement
-from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
+from tilegym_db.records.loop import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
 from tilegym_db.records.text import canonical_json
 from tilegym_db.records.trace import new_run_id
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.published.checked import source_key
 from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.published.snapshot import source_key
+from tilegym_db.records.loop import ModelRun
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.connection import parsed
 from tilegym_db.store.side_files import TuningStep
@@ -136,7 +136,7 @@ def promoted_rows(
 
     Args:
         gpu: a slug.
-        shipped: keys of sources that the package ships (:func:`~tilegym_db.published.checked.source_key`).
+        shipped: keys of sources that the package ships (:func:`~tilegym_db.published.snapshot.source_key`).
         audience: ``others`` for results that leave this machine.
     """
     fastest: dict[tuple[str, ...], dict[str, Any]] = {}

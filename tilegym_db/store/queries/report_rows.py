@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.records.model_run import ModelRun, claims_of
+from tilegym_db.records.loop import ModelRun, claims_of
 
 if TYPE_CHECKING:
     from tilegym_db.store.connection import Store
