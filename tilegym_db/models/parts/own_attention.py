@@ -121,13 +121,15 @@ def _computes(cls: type[Module]) -> bool:
         return True
     has_method = METHOD in names_in_code(forward) and METHOD in methods(cls)
     function = parsed(forward) if has_method and isinstance(forward, FunctionType) else None
-    calls = [] if function is None else [one for one in ast.walk(function) if _is_call(one)]
+    calls = (
+        [] if function is None else [one for one in ast.walk(function) if isinstance(one, ast.Call) and _is_call(one)]
+    )
     return len(calls) == 1 and len(calls[0].args) == OPERANDS and not calls[0].keywords
 
 
-def _is_call(node: ast.AST) -> bool:
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute)):
+def _is_call(node: ast.Call) -> bool:
+    match node.func:
+        case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
             return attribute == METHOD
     return False
 
@@ -152,7 +154,7 @@ def own_of(cls: type[Module]) -> Own | str:
     mark = fingerprint(forward) or ""
     if mark in FORMS:
         return Own(FORMS[mark], own_statements(forward), mark)
-    method = methods(cls).get(METHOD)
+    method: Any = methods(cls).get(METHOD)
     mark = fingerprint(method) or ""
     if mark not in FORMS:
         return f"its {METHOD} is no variant that is known (fingerprint {mark})"
