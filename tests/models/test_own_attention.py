@@ -153,3 +153,13 @@ def test_a_probe_refuses_code_that_computes_something_else(change: str, monkeypa
     monkeypatch.setattr(own_attention, "FORMS", known)
     with patched(model) as handle:
         assert not row(handle).reason.startswith("the results")
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom"])
+def test_compiled_code_keeps_its_own_attention(name: str, shop: Any, prompt: Any) -> None:
+    model, ids = built(name), prompt(2, 12)
+    stock = logits(model, input_ids=ids)
+    with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(logits(compiled, input_ids=ids), stock, atol=1e-4, rtol=1e-4)
+    assert (row(handle).counts.kernel_calls, dict(row(handle).bypassed)) == (0, {})
