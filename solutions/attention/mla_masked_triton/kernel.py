@@ -59,7 +59,9 @@ def _attend(
     q = tl.load(q_ptr + offsets * q_s + cols[None, :], mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
     q_rest = q
     if REST_D > 0:
-        q_rest = tl.load(q_ptr + offsets * q_s + rest[None, :], mask=(rows[:, None] < S) & (rest[None, :] < D), other=0.0)
+        q_rest = tl.load(
+            q_ptr + offsets * q_s + rest[None, :], mask=(rows[:, None] < S) & (rest[None, :] < D), other=0.0
+        )
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
@@ -69,7 +71,9 @@ def _attend(
         at = keys.to(tl.int64)
         inside = (rows[:, None] < S) & (keys[None, :] < L)
         flags = tl.load(mask_ptr + offsets * mask_q + at[None, :] * mask_k, mask=inside, other=0)
-        k = tl.load(k_ptr + at[None, :] * k_s + cols[:, None], mask=(keys[None, :] < L) & (cols[:, None] < D), other=0.0)
+        k = tl.load(
+            k_ptr + at[None, :] * k_s + cols[:, None], mask=(keys[None, :] < L) & (cols[:, None] < D), other=0.0
+        )
         scores = tl.dot(q, k)
         if REST_D > 0:
             k_rest = tl.load(
