@@ -67,7 +67,7 @@ Module = torch.nn.Module
 
 
 class Form(NamedTuple):
-    """What code of a known text does with scores.
+    """The treatment of scores by code of a known text.
 
     Attributes:
         divisor: the attribute that scores are divided by; empty if there is none.
@@ -108,14 +108,14 @@ class Own(NamedTuple):
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules whose forward computes attention by a method of its own, or by known statements."""
+    """Return the modules whose forward computes attention by a method of the module, or by known statements."""
     computes = of_class(_computes)
     parts = [ModuleOfPart(module, detail=device_of(module)) for module in model.modules() if computes(module)]
     return grouped(KIND, parts if known.definitions(BIASED) else ())
 
 
 def _computes(cls: type[Module]) -> bool:
-    """Return True if a forward has known statements, or gives queries, keys, values and a mask to a method of its own."""
+    """Return True if a forward has known statements, or gives queries, keys, values and a mask to a method."""
     forward: Any = undecorated(cls.forward)
     if (fingerprint(forward) or "") in FORMS:
         return True
@@ -284,7 +284,7 @@ def _scale(module: Any, form: Form) -> float | None:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
-    """Return the function that a forward calls in place of its own code, and the rewrite that makes it call that."""
+    """Return the function that a forward calls in place of this code, and the rewrite that makes it call that."""
     ((found, site),) = calls
     own = own_of(found.module_class)
     assert isinstance(own, Own), "the group has a match"
