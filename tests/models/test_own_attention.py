@@ -16,7 +16,7 @@ from tilegym_db.models.parts.attention import DROPOUT, WEIGHTS
 OP = "attention_bias"
 TOKENS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 COMMON = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
-HEADS, LAYERS, WINDOW = 4, 2, 4
+HEADS, LAYERS, WINDOW = 8, 2, 4
 GPT = {"n_embd": 64, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, **COMMON}
 WIDE = {"hidden_size": 64, "max_position_embeddings": 64, **COMMON}
 CONFIGS = {

@@ -222,6 +222,7 @@ def _twin(module: Module, form: Form, keys: int) -> Any:
     state["_modules"] = {name: torch.nn.Identity() for name in module._modules}
     state["_buffers"] = dict(module._buffers)
     state["training"] = False
+    state["num_heads"], state["head_dim"] = SIZES["H"], SIZES["D"]  # statements in a forward read them
     for name, number in ((form.divisor, DIVISOR), (form.factor, 1 / DIVISOR)):
         if name:
             state["_buffers"].pop(name, None)
