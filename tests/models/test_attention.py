@@ -481,6 +481,17 @@ def test_latent_attention_with_padding_runs_stock(kernels: Catalog, build: Any, 
     assert reasons(handle) == {part.MASKED}
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_latent_attention_with_a_mask_is_served(name: str, shop: Any, build: Any, left_padded: Any) -> None:
+    model, inputs, ops = build(name, v_head_dim=8), left_padded((9, 4, 7)), (*LATENT, "mla_masked")
+    stock = generate(model, inputs)
+    with patched(model, catalog=shop.offer(ops=ops), ops=ops) as handle:
+        assert generate(model, inputs) == stock
+    # The prompt and each step have a mask: padding, and the keys that an indexer chose.
+    assert {name: calls for name, (calls, _) in attention_report(handle).items() if calls} == {"mla_masked": 2 * STEPS}
+    assert reasons(handle) == set()
+
+
 def test_widths_that_a_module_does_not_state_run_stock(
     kernels: Catalog, logits: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

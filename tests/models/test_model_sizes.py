@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from raising import raises
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from tilegym_db.errors import UsageError
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
@@ -67,6 +67,16 @@ def test_a_config_nested_too_deeply_is_refused(tmp_path):
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(batch, prompt, new):
     with raises(UsageError, "memory_short", "GB", "cpu"):
         check_run_fits(LlamaConfig(**TINY), "cpu", "float32", batch, prompt, new)
+
+
+def test_layers_of_several_sizes_count_by_the_smallest():
+    config = Gemma4TextConfig(
+        num_hidden_layers=2, head_dim=64, global_head_dim=128, layer_types=["sliding_attention", "full_attention"]
+    )
+    assert {one.head_dim for one in config.per_layer_config} == {64, 128}
+    check_run_fits(config, "cpu", "float32", 1, 16, 2)
+    with raises(UsageError, "memory_short", "GB", "cpu"):
+        check_run_fits(config, "cpu", "float32", 1, 10**20, 0)
 
 
 def test_a_run_that_may_fit_is_let_through():

@@ -261,14 +261,21 @@ def _weights(part: torch.nn.Module) -> int:
 def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:
     """Raise :class:`UsageError` if the hidden states and the cache of a run alone exceed a device's free memory."""
     text = text_configs(config)[0]
-    width, layers, heads = (
-        int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
-    cached = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or width // heads)
+    width, layers = (int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers"))
+    # A config whose layers differ, such as Gemma-4's, refuses to give one number for all of them.
+    of_layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    cached = min(_cached_elements(one, width) for one in of_layers)
     element = getattr(torch, dtype).itemsize
     # Token ids and the hidden states of one layer. The cache of a sliding window may be smaller, so a cache counts once.
     needed = batch * prompt * (8 + width * element) + batch * (prompt + new) * cached * element * (2 if layers else 0)
     _check_bytes(needed, device, f"batch {batch}, prompt {prompt} and {new} new tokens", "Ask for fewer.")
+
+
+def _cached_elements(config: Any, width: int) -> int:
+    """Return the elements of the keys of one position in a layer."""
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
+    size: int = getattr(config, "head_dim", None) or width // heads
+    return (getattr(config, "num_key_value_heads", None) or heads) * size
 
 
 def _check_bytes(needed: int, device: str, what: str, fix: str) -> None:

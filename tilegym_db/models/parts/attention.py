@@ -281,6 +281,8 @@ class Sites(NamedTuple):
     def site_of(self, *, is_one: bool, is_masked: bool, is_causal: bool = True) -> CallSite | None:
         """Return the site of a call. A call with a mask, or of another causality, without a site, is counted at another site."""
         plain, masked = (self.decode, self.masked_decode) if is_one else (self._whole(is_causal), self.masked_prefill)
+        if is_one and masked is None and self.two_widths:  # one Definition has masks of one and more positions
+            masked = self.masked_prefill
         return masked if is_masked and masked is not None else plain
 
     def _whole(self, is_causal: bool) -> CallSite | None:

@@ -54,14 +54,18 @@ from tilegym_db.models.parts.attention import (
     served_or_stock,
     whole_mask,
 )
-from tilegym_db.models.probe import Probe, device_of, drawn_inputs
-from tilegym_db.models.upstream_code import undecorated
+from tilegym_db.models.probe import Probe, are_close, device_of, drawn_inputs
+from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
+from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("rope",)
 """A forward calls its rotary function first."""
 WINDOW = 3
 """Window of the probe, which has more positions."""
 
+OTHER_TEXT = "another text"
+"""Marks a match of which only a probe says that it is one."""
+NO_SINKS = "its module has no sinks"
 NO_MASK = "it has no mask, so its positions see later ones"
 OTHER_NUMBERS = "its mask has no numbers of the dtype of the queries"
 OTHER_LENGTHS = "its keys are not those of its queries: a static cache, or a prompt in chunks"
@@ -77,18 +81,37 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Look up the source of the eager function that the forward names."""
+    """Look up the source of the eager function that the forward names; a probe decides about a function of another text."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return match_candidates(found, known, eager_function(forward), "its eager attention")
+    eager = eager_function(forward)
+    if known.is_stated(found.kind, eager):
+        return match_candidates(found, known, eager, "its eager attention")
+    mark = fingerprint(eager)
+    if mark is None:
+        return "its eager attention is no plain function with a source"
+    matches = [match for match in known.nominated(found.kind) if match.definition.name == found.function]
+    return MatchCandidates([DefinitionMatch(one, ModelCode(fingerprint=mark), OTHER_TEXT) for one, *_ in matches])
+
+
+def AGREES(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    """Return True if results have the same bits, or differ by roundings in float32, for a function of another text."""
+    if returned[0].dtype == torch.float32:
+        return are_close(returned, expected)
+    return len(returned) == len(expected) and all(map(torch.equal, returned, expected))
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Run the eager function on more positions than a window has, or on the last ones, with two query heads per key head."""
+    """Run the eager function on more positions than a window has, or on the last ones, with two query heads per key head.
+
+    A function of another text runs in float32: it may round scores or weights where the known one does not.
+    """
     eager = eager_function(undecorated(type(module).forward))
     definition = match.definition
     inputs: dict[str, Any] = {**drawn_inputs(definition, SIZES, device_of(module))}
+    if match.details is OTHER_TEXT:
+        inputs = {name: drawn.float() for name, drawn in inputs.items()}
     q, k, v, sinks = (inputs[name] for name in ("q", "k", "v", "sinks"))
     mask = torch.zeros_like(q[:, :1, :, :1])
     if has_mask(definition):
@@ -98,8 +121,11 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
         mask = plain_mask(q.shape[2], WINDOW, q.dtype, q.device).expand(q.shape[0], 1, -1, -1)
         inputs["window"] = WINDOW
     asking = types.SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
-    with torch.no_grad():
-        out, _ = eager(asking, q, k, v, mask, scaling=SCALE, dropout=0.0)
+    try:
+        with torch.no_grad():
+            out, _ = eager(asking, q, k, v, mask, scaling=SCALE, dropout=0.0)
+    except of_models() as error:
+        return f"it cannot be probed: {type(error).__name__}: {error}"
     return {**inputs, "scale": SCALE}, (out.transpose(1, 2),)
 
 
@@ -123,6 +149,10 @@ def attention_function(stock: Function, sites: Sites) -> Function:
         masked = None if masked is plain else masked
         first = plain if plain is not None and (plain.is_open or masked is None) else masked
         tensors = (query, key, value, module.sinks)
+        if module.sinks is None:
+            if first is not None:
+                first.bypass(NO_SINKS)
+            return None
         if first is None or first.falls_back(module.training, *tensors):
             return None
         reason, window = why_stock(module, query, key, value, options), _window(query, options)
