@@ -48,7 +48,7 @@ class ImportReport:
     changed: bool
 
 
-def recognise(path: Path) -> Any:
+def recognise(path: Path, dialects: Mapping[str, Any] = DIALECTS) -> Any:
     """Return the module of a data set's dialect.
 
     Raises:
@@ -56,13 +56,13 @@ def recognise(path: Path) -> Any:
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
-    for dialect in DIALECTS.values():
+    for dialect in dialects.values():
         if dialect.is_this(path):
             return dialect
     if form := unread_form(path):
         raise UsageError(f"{path} is {form}.", code="dialect_unread")
     raise UsageError(
-        f"{path} is not in a known dialect ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
+        f"{path} is not in a known dialect ({', '.join(dialects)}). Give the root of the data set: the folder that "
         "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps.",
         code="dialect_unrecognised",
     )
@@ -77,6 +77,7 @@ def import_data_set(
     strict: bool = False,
     dry_run: bool = False,
     home: Path | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Read a data set and store it. Nothing of it is executed or added to the catalog.
 
@@ -88,15 +89,17 @@ def import_data_set(
         strict: raise if a record is refused, and store nothing.
         dry_run: only read and report.
         home: the store's folder; ``$TILEGYM_DB_HOME`` or the user data folder by default.
+        more: modules of more dialects, tried after those of :data:`DIALECTS`.
 
     Raises:
         UsageError: the path or dialect is unknown, or the name is invalid or taken by other content.
         RecordError: two records have the same name, nothing in it is a record, or ``strict`` is set and a record is refused.
         StoreError: the data set cannot be stored. Nothing was changed.
     """
-    if dialect is not None and dialect not in DIALECTS:
-        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.", code="dialect_unknown")
-    chosen = DIALECTS[dialect] if dialect else recognise(path)
+    dialects = {**DIALECTS, **(more or {})}
+    if dialect is not None and dialect not in dialects:
+        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(dialects)}.", code="dialect_unknown")
+    chosen = dialects[dialect] if dialect else recognise(path, dialects)
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
     root = path.resolve()
@@ -289,10 +292,8 @@ def _form_of(file: Path) -> str | None:
     if file.suffix != ".py":
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(read_bytes(file, "source"))
-    except (RecordError, SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parsed_source(file)
+    except RecordError:
         return None
     named = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     if "ModelNew" in named:
@@ -302,3 +303,13 @@ def _form_of(file: Path) -> str | None:
     if "custom_kernel" in named:
         return SUBMISSION
     return COMPETITION if {"ref_kernel", "generate_input"} <= named else None
+
+
+def parsed_source(file: Path) -> ast.Module:
+    """Return the syntax tree of a file; raise :class:`RecordError` if it is no Python source."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(read_bytes(file, "source"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RecordError(f"{file} is no Python source: {error}", code="source_invalid") from None
