@@ -29,6 +29,7 @@ from tilegym_db.cli.kit.options import (
     WorkloadGlob,
     complete_name,
     finite_seconds,
+    path_given,
     refuse_unknown_names,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
@@ -329,6 +330,13 @@ def tune_command(
     budget: Budget = None,
     quick: Quick = False,
     force: Force = False,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Tile sizes that vLLM tuned for fused_moe (E=..,N=..,device_name=...json): try the nearest configs first.",
+            parser=path_given,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,
 ) -> None:
     """Find the fastest config of each solution per workload, verify it and store it as a trace.
@@ -347,6 +355,7 @@ def tune_command(
             budget_s=budget,
             quick=quick,
             force=force,
+            start=start,
             observer=progress.tune_observer(),
         )
     if as_json:

@@ -234,6 +234,8 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
     by_name = found.dialect in CALLED_BY_NAME
     call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if by_name else names
     text = item.record["reference"].rstrip()
+    if ORIGINAL_TEXT in item.record:  # it was written with our signature
+        return f"# Source: {found.origin} {item.path}\n{text}\n"
     return (
         f"# Source: {found.origin} {item.path}\n{text}\n\n\n_imported = {entry}\n\n\n"
         f"def run({names}):\n    return _imported({call})\n"
@@ -470,8 +472,8 @@ def _record(found: DataSet, adapted: Adapted) -> Definition:
         ends = _ends(adapted.definition, text)
         if ends is not None:
             generators[ends[0]] = {"kind": "offsets", "low": 0, "high": ends[1], "leading": True}
-    stated = next(item.record for item in found.of_kind("definition") if native_name(item.name) == adapted.definition.name)
-    generators |= stated.get("input_generators") or {}
+    records = {native_name(item.name): item.record for item in found.of_kind("definition")}
+    generators |= records[adapted.definition.name].get("input_generators") or {}
     more = {
         "tags": ["status:draft", origin_tag(found)],
         "input_generators": generators,

@@ -9,6 +9,7 @@ import ast
 import itertools
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -253,56 +254,20 @@ def _kept_lines(
 
 MAX_FILES = 200
 """Maximum number of files of a folder that are looked at."""
-_MOE_CONFIG = re.compile(r"E=\d+,N=\d+,device_name=[^,]+(,.*)?\.json")
-
-PROBLEM = (
-    "a problem of KernelBench: a module of one size, without axes, bounds or planted errors. To make it an operator: "
-    "tilegym-db new definition NAME, with its forward() as run() in reference.py"
-)
-ANSWER = (
-    "an answer to KernelBench: the kernel is called by a module, ModelNew, and not by its inputs. To bring the kernel in: "
-    "tilegym-db new solution DEFINITION -l triton, and move its launch into run()"
-)
-SUBMISSION = (
-    "a submission to GPU MODE: custom_kernel(data) takes one tuple. To bring the kernel in: "
-    "tilegym-db new solution DEFINITION -l triton, and call custom_kernel((x, ...)) from run()"
-)
-COMPETITION = (
-    "a problem of GPU MODE: ref_kernel(data) takes one tuple of one size, without axes or bounds. To make it an operator: "
-    "tilegym-db new definition NAME, with the tuple's tensors as inputs of run() in reference.py"
-)
+_TILE_SIZES = re.compile(r"E=\d+,N=\d+,device_name=[^,]+(,.*)?\.json")
 TILE_SIZES = (
-    "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To find those of the "
-    "kernels here: tilegym-db tune moe_experts"
+    "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To search the kernels here from "
+    "the nearest of their own: tilegym-db tune moe_experts --start {}"
 )
 
 
 def unread_form(path: Path) -> str | None:
-    """Return what a file or folder is, and how to bring it in by hand; None if it is not known. Nothing is executed."""
+    """Return what a file or folder is, and how to bring it in; None if it is not known. Nothing is executed."""
     files: Iterable[Path] = [path]
     if path.is_dir():
-        below = (one for one in path.rglob("*") if one.suffix in (".py", ".json") and one.is_file())
-        files = itertools.islice(below, MAX_FILES)
-    return next((form for file in files if (form := _form_of(file))), None)
-
-
-def _form_of(file: Path) -> str | None:
-    if _MOE_CONFIG.fullmatch(file.name):
-        return TILE_SIZES
-    if file.suffix != ".py":
-        return None
-    try:
-        tree = parsed_source(file)
-    except RecordError:
-        return None
-    named = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    if "ModelNew" in named:
-        return ANSWER
-    if {"Model", "get_inputs"} <= named:
-        return PROBLEM
-    if "custom_kernel" in named:
-        return SUBMISSION
-    return COMPETITION if {"ref_kernel", "generate_input"} <= named else None
+        files = itertools.islice((one for one in path.rglob("*.json") if one.is_file()), MAX_FILES)
+    found = next((file for file in files if _TILE_SIZES.fullmatch(file.name)), None)
+    return None if found is None else TILE_SIZES.format(shlex.quote(str(found)))
 
 
 def parsed_source(file: Path) -> ast.Module:

@@ -63,7 +63,7 @@ def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]
     axes, shapes = _axes(observe, base, seen, fixed)
     _check_at_other_sizes(observe, base, axes, shapes)
     return {
-        "tensors": [{**one, "shape": shape} for one, shape in zip(seen, shapes, strict=True)],
+        "tensors": [_with_texts(one, texts) for one, texts in zip(seen, shapes, strict=True)],
         "axes": {name: base[name] for name in axes},
         "small": _small(observe, base, axes, shapes),
     }
@@ -201,8 +201,12 @@ _MADE = {
     "randn": {"kind": "normal"},
     "normal_": {"kind": "normal"},
 }
-_KEEP = frozenset({"contiguous", "to", "cuda", "cpu", "clone", "detach", "half", "float", "bfloat16", "double", "view", "reshape"})
-_RANDOM = frozenset({"rand", "randn", "randint", "dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "normal"})
+_KEEP = frozenset(
+    {"contiguous", "to", "cuda", "cpu", "clone", "detach", "half", "float", "bfloat16", "double", "view", "reshape"}
+)
+_RANDOM = frozenset(
+    {"rand", "randn", "randint", "dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "normal"}
+)
 
 
 class _Origins(TorchFunctionMode):
@@ -224,8 +228,9 @@ class _Origins(TorchFunctionMode):
                 low = bounds[0] if len(bounds) > 1 else low
                 mark = None if high is None else {"kind": "integers", "low": low, "high": high}
             elif name == "uniform_":
-                low, high = [*args[1:3], kwargs.get("from", 0.0), kwargs.get("to", 1.0)][:2] if len(args) != 2 else (args[1], 1.0)
-                mark = {"kind": "uniform", "low": float(low), "high": float(high)}
+                bounds = (*args[1:3], kwargs.get("from"), kwargs.get("to"))
+                low, high = bounds[0], bounds[1]
+                mark = {"kind": "uniform", "low": float(low or 0.0), "high": 1.0 if high is None else float(high)}
             elif name in _KEEP and args:
                 mark = _drawn(args[0])
             elif name.endswith("_like") or name in ("empty", "zeros", "ones"):
@@ -270,9 +275,9 @@ def _outputs(returned: Any) -> list[Seen]:
 
 def _axes(
     observe: Callable[[Sizes], list[Seen]], base: Sizes, seen: list[Seen], fixed: set[str]
-) -> tuple[list[str], list[list[str] | None]]:
+) -> tuple[list[str], list[list[str]]]:
     """Return the sizes that are axes, and the shapes of all tensors as texts over them."""
-    dims = [list(one["shape"] or ()) for one in seen]
+    dims = [_dims(one) for one in seen]
     grown: dict[str, list[list[list[int]]]] = {}
     for name in base:
         if name not in fixed:
@@ -286,10 +291,7 @@ def _axes(
             break
         grown = {name: found for name, found in grown.items() if name not in lost}
         texts = [[_text(base, grown, dims, i, j) for j in range(len(shape))] for i, shape in enumerate(dims)]
-    shapes = [
-        None if one["shape"] is None else [str(text) for _, text in shape] for one, shape in zip(seen, texts, strict=True)
-    ]
-    return list(grown), shapes
+    return list(grown), [[str(text) for _, text in shape] for shape in texts]
 
 
 def _dims_at(observe: Callable[[Sizes], list[Seen]], sizes: Sizes, seen: list[Seen]) -> list[list[int]] | None:
@@ -297,10 +299,25 @@ def _dims_at(observe: Callable[[Sizes], list[Seen]], sizes: Sizes, seen: list[Se
         other = observe(sizes)
     except Exception:  # not every size is allowed, and foreign code may raise anything
         return None
-    same = [(one["role"], one["dtype"], len(one["shape"] or ())) for one in other]
-    if same != [(one["role"], one["dtype"], len(one["shape"] or ())) for one in seen]:
+    same = [(one["role"], one["dtype"], len(_dims(one))) for one in other]
+    if same != [(one["role"], one["dtype"], len(_dims(one))) for one in seen]:
         return None
-    return [list(one["shape"] or ()) for one in other]
+    return [_dims(one) for one in other]
+
+
+def _dims(one: Seen) -> list[int]:
+    """Return the whole numbers of an observation that may depend on sizes: its shape, and the bound of drawn indices."""
+    bound = [one["drawn"]["high"]] if (one.get("drawn") or {}).get("kind") == "integers" else []
+    return [*(one["shape"] or ()), *bound]
+
+
+def _with_texts(one: Seen, texts: list[str]) -> Seen:
+    """Return an observation with its numbers as texts over axes."""
+    if one["shape"] is None:
+        return one
+    rank = len(one["shape"])
+    drawn = one["drawn"] if len(texts) == rank else {**one["drawn"], "high": texts[rank]}
+    return {**one, "shape": texts[:rank], "drawn": drawn}
 
 
 def _text(
@@ -330,19 +347,19 @@ def _text(
     return names, left if offset == 0 else f"{left} + {offset}" if offset > 0 else f"{left} - {-offset}"
 
 
-def _evaluated(shapes: list[list[str] | None], sizes: Sizes) -> list[list[int]]:
-    return [[int(eval(text, {}, dict(sizes))) for text in shape or ()] for shape in shapes]  # texts of this module
+def _evaluated(shapes: list[list[str]], sizes: Sizes) -> list[list[int]]:
+    return [[int(eval(text, {}, dict(sizes))) for text in shape] for shape in shapes]  # texts of this module
 
 
 def _check_at_other_sizes(
-    observe: Callable[[Sizes], list[Seen]], base: Sizes, axes: list[str], shapes: list[list[str] | None]
+    observe: Callable[[Sizes], list[Seen]], base: Sizes, axes: list[str], shapes: list[list[str]]
 ) -> None:
     """Refuse shapes that do not hold if all axes change at once."""
     if not axes:
         return
     sizes = {**base, **{name: 2 * base[name] for name in axes}}
     try:
-        found = [list(one["shape"] or ()) for one in observe(sizes)]
+        found = [_dims(one) for one in observe(sizes)]
     except Exception as error:
         raise NotDescribed(f"it does not run with all of {', '.join(axes)} doubled: {str(error)[:120]}") from None
     if found != _evaluated(shapes, sizes):
@@ -350,7 +367,7 @@ def _check_at_other_sizes(
 
 
 def _small(
-    observe: Callable[[Sizes], list[Seen]], base: Sizes, axes: list[str], shapes: list[list[str] | None]
+    observe: Callable[[Sizes], list[Seen]], base: Sizes, axes: list[str], shapes: list[list[str]]
 ) -> Sizes | None:
     """Return smaller sizes at which it runs with the same shapes, for the self-test; None if none were found."""
     best, sizes = None, dict(base)
@@ -361,7 +378,7 @@ def _small(
         largest = max(shrinkable, key=lambda name: sizes[name])
         trial = {**sizes, largest: max(1, sizes[largest] // 2)}
         try:
-            found = [list(one["shape"] or ()) for one in observe(trial)]
+            found = [_dims(one) for one in observe(trial)]
         except Exception:  # too small for this problem
             break
         if found != _evaluated(shapes, trial):

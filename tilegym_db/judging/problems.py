@@ -1,6 +1,6 @@
 """Problems of KernelBench and GPU MODE as data sets: what a problem is called with is observed in the sandbox.
 
-Neither form states shapes: they follow from code. A confined worker runs it (``describing.py``), and this process only reads texts.
+Neither form states shapes: they follow from code. A confined worker runs it (``describing.py``), this process only reads texts.
 A problem becomes a Definition with its module or ``ref_kernel`` as the reference, its own code as the baseline, and a
 Workload a size. An answer becomes a Solution. A draft of them is compared with the original like any other.
 """
@@ -8,6 +8,7 @@ Workload a size. An answer becomes a Solution. A draft of them is compared with 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from tilegym_db.interchange.adapt import ORIGINAL_TEXT
 from tilegym_db.interchange.checks import Rules, check_definition, check_solution, check_workload, walk
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.paths import scratch_folder
+from tilegym_db.records.dtypes import RECORD_DTYPES
 
 KERNELBENCH, GPU_MODE = "kernelbench", "gpu-mode"
 RULES = Rules(
@@ -37,7 +39,6 @@ _PARTS = {KERNELBENCH: ({"Model", "get_inputs", "get_init_inputs"}, "ModelNew"),
 _HARMLESS = {"DeterministicContext", "DisableCUDNNTF32", "DisableCuDNNTF32"}
 """Context managers of GPU MODE's ``utils`` that set flags of cuDNN."""
 _BUILDS = re.compile(r"load_inline|cpp_extension|tvm_ffi|cutlass")
-_DTYPES = {"float8_e4m3fnuz": "it is of AMD's float8", "complex64": "it is complex"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def _read(dialect: str, root: Path) -> Collection:
             answers.append((path, file))
         if wanted <= names or answer in names or file.name in ("task.yml", "task.py"):
             found.carry(path, file)
-    known = _described_problems(found, dialect, [one for one in (_problem(found, dialect, *at) for at in problems) if one])
+    known = _described_problems(
+        found, dialect, [one for one in (_problem(found, dialect, *at) for at in problems) if one]
+    )
     for path, file in answers:
         _add_answer(found, dialect, path, file, known)
     return found
@@ -187,7 +190,11 @@ def why_not_portable(text: str) -> str | None:
         if getattr(body, "name", None) == "generate_input":
             continue
         for node in ast.walk(body):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"cuda(:\d+)?", node.value)
+            ):
                 return f"line {node.lineno} names the device '{node.value}', and a reference runs on that of its inputs"
     return None
 
@@ -230,11 +237,12 @@ def _smallest(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             product *= value if type(value) is int and name != "seed" and value > 0 else 1
         return product
 
-    return dict(min(cases, key=total)) if cases else {}
+    return dict(sorted(cases, key=total)[0]) if cases else {}
 
 
 def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return what a confined worker observed of each problem, or a dict with the reason that it observed nothing."""
+    from tilegym_db.catalog.record_files import write_solution
     from tilegym_db.judging.describing import MAX_BYTES, described
     from tilegym_db.judging.sandboxed import Confined
     from tilegym_db.records import Definition, Solution
@@ -245,8 +253,8 @@ def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[s
 
     definition = Definition.from_dict({
         "name": "description", "op_type": "description", "axes": {}, "inputs": {"which": {"shape": None, "dtype": "int64"}},
-        "outputs": {"text": {"shape": [MAX_BYTES], "dtype": "uint8"}}, "reference": "# Source: tilegym-db\ndef run(which):\n    return which\n",
-        "version": "1.0.0",
+        "outputs": {"text": {"shape": [MAX_BYTES], "dtype": "uint8"}}, "version": "1.0.0",
+        "reference": "# Source: tilegym-db\ndef run(which):\n    return which\n",
     }, "description")  # fmt: skip
     entry = (
         f"from {described.__module__} import {described.__name__}\n\nFORMS = {list(forms)!r}\n\n\n"
@@ -258,8 +266,6 @@ def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[s
     }, "description")  # fmt: skip
     found: list[dict[str, Any]] = []
     with scratch_folder() as scratch:
-        from tilegym_db.catalog.record_files import write_solution
-
         files = write_solution(Path(scratch, "source"), record, {"entry.py": entry.encode()})
         while len(found) < len(forms):
             with Confined(files, definition, "cpu", Path(scratch, f"worker-{len(found)}"), interpret=False) as worker:
@@ -289,22 +295,19 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
     generators: dict[str, Any] = {}
     unknown = []
     for one in tensors:
-        reason = _DTYPES.get(one["dtype"])
-        if reason is not None:
-            return f"{one['name']}: {reason}"
+        if one["dtype"] not in RECORD_DTYPES:
+            return f"{one['name']} has dtype {one['dtype']}, which is unknown here"
         if one["role"] == "buffer":
             continue
         shape = one["shape"] and [_entry(text, axes, expressions) for text in one["shape"]]
         name = re.sub(r"\W", "_", one["name"])
-        (outputs if one["role"] == "output" else inputs)[name] = {"shape": shape if shape != [] else [], "dtype": one["dtype"]}
-        if one["shape"] is None:
-            inputs[name]["shape"] = None
+        (outputs if one["role"] == "output" else inputs)[name] = {"shape": shape, "dtype": one["dtype"]}
         if one["role"] == "input":
             drawn = one["drawn"]
             if drawn is None:
                 unknown.append(name)
             elif drawn["kind"] not in ("normal", "made"):
-                generators[name] = drawn
+                generators[name] = _generator(drawn)
     if set(inputs) & set(outputs):
         outputs = {f"{name}_returned" if name in inputs else name: spec for name, spec in outputs.items()}
     axes |= {name: {"type": "expr", "expression": text} for text, name in expressions.items()}
@@ -317,13 +320,22 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
     }  # fmt: skip
 
 
+def _generator(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how an input is drawn. A bound is a number, or arithmetic over axes."""
+    bounds = {key: value for key, value in drawn.items() if key != "kind"}
+    numbers = {key: int(value) for key, value in bounds.items() if isinstance(value, str) and value.isdigit()}
+    return {"kind": drawn["kind"], **bounds, **numbers}
+
+
 def _entry(text: str, axes: Mapping[str, Any], expressions: dict[str, str]) -> str:
     if text in axes or text.isdigit():
         return text
     return expressions.setdefault(text, f"size_{len(expressions)}")
 
 
-def _calls(dialect: str, problem: Problem, tensors: Sequence[Mapping[str, Any]], model: str = "Model") -> tuple[str, str]:
+def _calls(
+    dialect: str, problem: Problem, tensors: Sequence[Mapping[str, Any]], model: str = "Model"
+) -> tuple[str, str]:
     """Return the source of ``run`` with the Definition's arguments, and of a call as the problem's project makes it."""
     given = [one for one in tensors if one["role"] != "output"]
     names = {one["name"]: re.sub(r"\W", "_", one["name"]) for one in given}
@@ -360,17 +372,20 @@ def _data_call(name: str, function: str, given: Sequence[Mapping[str, Any]], arg
     for one in given:
         spelled = re.sub(r"\W", "_", one["name"])
         if one["role"] == "buffer":
-            sizes = ", ".join(one["shape"])
-            lines.append(f"    {spelled} = torch.empty({sizes or '()'}, dtype=torch.{one['dtype']}, device={tensors[0]}.device)")
+            shape = ", ".join(one["shape"]) or "()"
+            lines.append(
+                f"    {spelled} = torch.empty({shape}, dtype=torch.{one['dtype']}, device={tensors[0]}.device)"
+            )
         packed.append(spelled)
-    sizes = _sizes_of(given) if lines else []
+    lines = [*_sizes_of(given), *lines] if lines else []
     data = packed[0] if len(packed) == 1 and not lines else f"({', '.join(packed)},)"
-    return "\n".join(["import torch\n\n", f"def {name}({arguments}):", *sizes, *lines, f"    return {function}({data})\n"])
+    return "\n".join(["import torch\n\n", f"def {name}({arguments}):", *lines, f"    return {function}({data})\n"])
 
 
 def _sizes_of(given: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines that read each size in a buffer's shape from an input's shape."""
-    used = {name for one in given if one["role"] == "buffer" for text in one["shape"] for name in re.findall(r"[A-Za-z_]\w*", text)}
+    shapes = [text for one in given if one["role"] == "buffer" for text in one["shape"]]
+    used = {name for text in shapes for name in re.findall(r"[A-Za-z_]\w*", text)}
     found: dict[str, str] = {}
     for one in given:
         if one["role"] == "input":
@@ -404,13 +419,17 @@ def _solution(name: str, record: Mapping[str, Any], language: str, text: str, **
 
 def _workloads(problem: Problem, record: Mapping[str, Any], content: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     axes = content["axes"]
-    scalars = {one["name"]: {"type": "scalar", "value": one["value"]} for one in content["tensors"] if one["role"] == "scalar"}
+    scalars = {
+        one["name"]: {"type": "scalar", "value": one["value"]} for one in content["tensors"] if one["role"] == "scalar"
+    }
     inputs = {name: scalars.get(name, {"type": "random"}) for name in record["inputs"]}
     fixed = _smallest(problem.cases)
     sizes: dict[str, dict[str, int]] = {"given": dict(axes)} if not problem.cases else {}
     for case in problem.cases:
         # What is no axis must be as in the observation: the shapes are only known for that.
-        others = {key: value for key, value in case.items() if key not in axes and key != "seed" and type(value) is not float}
+        others = {
+            key: value for key, value in case.items() if key not in axes and key != "seed" and type(value) is not float
+        }
         if all(fixed.get(key) == value for key, value in others.items()) and set(axes) <= set(case):
             chosen = {name: case[name] for name in axes}
             sizes.setdefault("-".join(f"{key}{value}" for key, value in chosen.items()) or "given", chosen)
@@ -426,8 +445,6 @@ def _add(found: Collection, kind: Any, record: dict[str, Any], path: str) -> boo
     if problems:
         found.refuse(path, problems)
         return False
-    import hashlib
-
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
     findings = []
     if kind == "definition" and record["contents_unknown"]:
@@ -445,7 +462,11 @@ def _add_answer(found: Collection, dialect: str, path: str, file: Path, known: M
     text = file.read_text(encoding="utf-8")
     record = _problem_of(dialect, path, known)
     if record is None:
-        what = "problem of its file's name" if dialect == KERNELBENCH else "problem (reference.py, task.yml) in a folder above it"
+        what = (
+            "problem of its file's name"
+            if dialect == KERNELBENCH
+            else "problem (reference.py, task.yml) in a folder above it"
+        )
         found.refuse(path, [("", f"no {what} was imported, so nothing says what it is called with")])
         return
     text = without_harness(text) if dialect == GPU_MODE else text
@@ -474,7 +495,9 @@ def _problem_of(dialect: str, path: str, known: Mapping[str, dict[str, Any]]) ->
 
 def _function(text: str, name: str) -> str:
     """Return the source of a function and of the module's constants."""
-    kept = [node for node in ast.parse(text).body if isinstance(node, ast.Assign) or getattr(node, "name", None) == name]
+    kept = [
+        node for node in ast.parse(text).body if isinstance(node, ast.Assign) or getattr(node, "name", None) == name
+    ]
     return "\n".join(ast.unparse(node) for node in kept)
 
 
