@@ -89,7 +89,7 @@ def get_init_inputs():
 DROPOUT = LINEAR.replace("nn.Linear(width, out)", "nn.Dropout(0.1)")
 RANDOM = SOFTMAX.replace("torch.softmax(x, dim=1)", "x + torch.rand(x.shape)")
 NO_TENSOR = SOFTMAX.replace("return torch.softmax(x, dim=1)", "return {'y': x}")
-FILES = SOFTMAX.replace("rows = 4096", "open('/etc/passwd').read()\nopen('/tmp/written', 'w')\nrows = 4096")
+FILES = SOFTMAX.replace("rows = 4096", "open('/tmp/written_by_a_problem', 'w')\nrows = 4096")
 ANSWER = """import torch
 
 class ModelNew(torch.nn.Module):
@@ -226,9 +226,9 @@ def test_problem_that_is_no_operator_is_refused_with_the_reason(kernelbench: Dat
     assert "first: Dropout draws random numbers" in reasons["5_Dropout.py"]
     assert "forward() calls rand" in reasons["6_Random.py"]
     assert "returns a dict" in reasons["7_Dict.py"]
-    assert "PermissionError" in reasons["8_Files.py"]
+    assert "OSError" in reasons["8_Files.py"]
     assert "no problem of its file's name" in reasons["answers/9_none.py"]
-    assert not Path("/tmp/written").exists()
+    assert not Path("/tmp/written_by_a_problem").exists()
 
 
 @pytest.mark.sweep(4)

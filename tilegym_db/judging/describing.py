@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tilegym_db.judging.straight_line import NotPlain, traced
+
 MAX_BYTES = 1 << 18
 """Bytes of a description."""
 MAX_TRIED = 24
@@ -60,13 +62,27 @@ def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]
     exec(compile(text, "problem", "exec"), names)  # in the sandbox, and nowhere else
     observe, base, fixed = _kernelbench(names, text) if form == KERNELBENCH else _gpu_mode(names, text, given)
     seen = observe(base)
+    run = _run_of(names, seen) if form == KERNELBENCH else ""
     axes, shapes = _axes(observe, base, seen, fixed)
     _check_at_other_sizes(observe, base, axes, shapes)
     return {
         "tensors": [_with_texts(one, texts) for one, texts in zip(seen, shapes, strict=True)],
         "axes": {name: base[name] for name in axes},
         "small": _small(observe, base, axes, shapes),
+        "run": run,
     }
+
+
+def _run_of(names: dict[str, Any], seen: list[Seen]) -> str:
+    """Return the source of a module's calls as a function."""
+    inputs = [one["name"] for one in seen if one["role"] in (INPUT, SCALAR)]
+    scalars = {one["name"]: one["value"] for one in seen if one["role"] == SCALAR}
+    with torch.device("meta"):
+        model = names["Model"](*names["get_init_inputs"]())
+    try:
+        return traced(model, inputs, scalars)
+    except NotPlain as error:
+        raise NotDescribed(str(error)) from None
 
 
 # ---- Forms ------------------------------------------------------------------------------------------------
@@ -228,9 +244,9 @@ class _Origins(TorchFunctionMode):
                 low = bounds[0] if len(bounds) > 1 else low
                 mark = None if high is None else {"kind": "integers", "low": low, "high": high}
             elif name == "uniform_":
-                bounds = (*args[1:3], kwargs.get("from"), kwargs.get("to"))
-                low, high = bounds[0], bounds[1]
-                mark = {"kind": "uniform", "low": float(low or 0.0), "high": 1.0 if high is None else float(high)}
+                ends = (*args[1:3], kwargs.get("from"), kwargs.get("to"))
+                high = 1.0 if ends[1] is None else float(ends[1])
+                mark = {"kind": "uniform", "low": float(ends[0] or 0.0), "high": high}
             elif name in _KEEP and args:
                 mark = _drawn(args[0])
             elif name.endswith("_like") or name in ("empty", "zeros", "ones"):

@@ -23,6 +23,7 @@ from tilegym_db.interchange import importing
 from tilegym_db.interchange.adapt import ORIGINAL_TEXT
 from tilegym_db.interchange.checks import Rules, check_definition, check_solution, check_workload, walk
 from tilegym_db.interchange.collecting import Collection
+from tilegym_db.judging.straight_line import NotPlain, forward_as_function, plain_functions, spelled
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records.dtypes import RECORD_DTYPES
 
@@ -300,7 +301,7 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
         if one["role"] == "buffer":
             continue
         shape = one["shape"] and [_entry(text, axes, expressions) for text in one["shape"]]
-        name = re.sub(r"\W", "_", one["name"])
+        name = spelled(one["name"])
         (outputs if one["role"] == "output" else inputs)[name] = {"shape": shape, "dtype": one["dtype"]}
         if one["role"] == "input":
             drawn = one["drawn"]
@@ -311,13 +312,31 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
     if set(inputs) & set(outputs):
         outputs = {f"{name}_returned" if name in inputs else name: spec for name, spec in outputs.items()}
     axes |= {name: {"type": "expr", "expression": text} for text, name in expressions.items()}
-    run, original = _calls(dialect, problem, tensors)
-    body = without_generator(problem.text) if dialect == GPU_MODE else problem.text
+    given = [one for one in tensors if one["role"] not in ("output", "buffer")]
+    arguments = ", ".join(spelled(one["name"]) for one in given)
+    if dialect == KERNELBENCH:
+        reference = f"import torch\n\n\n{content['run']}"
+        original = f"{problem.text.rstrip()}\n\n\n{_module_call(given, arguments)}"
+    else:
+        reference = f"{_plain(problem.text)}\n\n\n{_data_call('run', 'ref_kernel', tensors, arguments)}"
+        original = f"{without_generator(problem.text).rstrip()}\n\n\n{_data_call('original', 'ref_kernel', tensors, arguments)}"
     return {
         "name": problem.name, "op_type": dialect.replace("-", "_"), "axes": axes, "inputs": inputs, "outputs": outputs,
-        "reference": f"{body.rstrip()}\n\n\n{run}", ORIGINAL_TEXT: f"{body.rstrip()}\n\n\n{original}",
-        "input_generators": generators, "contents_unknown": unknown, "tensors": tensors,
+        "reference": reference, ORIGINAL_TEXT: original, "input_generators": generators, "contents_unknown": unknown,
+        "tensors": tensors, "given": _init_inputs(problem.text) if dialect == KERNELBENCH else "",
     }  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    return plain_functions(text, {"generate_input", "check_implementation"}, _HARMLESS)
+
+
+def _init_inputs(text: str) -> str:
+    """Return the expression that a problem's module is made with, over constants of its text."""
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    returned = [node.value for node in ast.walk(functions["get_init_inputs"]) if isinstance(node, ast.Return)]
+    constants = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    return "\n".join([*constants, ast.unparse(returned[0])]) if returned and returned[0] is not None else "[]"
 
 
 def _generator(drawn: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,53 +352,33 @@ def _entry(text: str, axes: Mapping[str, Any], expressions: dict[str, str]) -> s
     return expressions.setdefault(text, f"size_{len(expressions)}")
 
 
-def _calls(
-    dialect: str, problem: Problem, tensors: Sequence[Mapping[str, Any]], model: str = "Model"
-) -> tuple[str, str]:
-    """Return the source of ``run`` with the Definition's arguments, and of a call as the problem's project makes it."""
-    given = [one for one in tensors if one["role"] != "output"]
-    names = {one["name"]: re.sub(r"\W", "_", one["name"]) for one in given}
-    arguments = ", ".join(names[one["name"]] for one in given if one["role"] != "buffer")
-    if dialect == GPU_MODE:
-        function = "ref_kernel" if model == "Model" else "custom_kernel"
-        return _data_call("run", function, given, arguments), _data_call("original", function, given, arguments)
-    passed = "".join(f"{names[one['name']]}, " for one in given if one["role"] in ("input", "scalar"))
-    weights = {one["name"]: names[one["name"]] for one in given if one["role"] == "weight"}
-    first = arguments.split(", ")[0]
+def _module_call(given: Sequence[Mapping[str, Any]], arguments: str) -> str:
+    """Return a call of the module as KernelBench makes it, with the weights that are given."""
+    passed = ", ".join(spelled(one["name"]) for one in given if one["role"] != "weight")
+    weights = {one["name"]: spelled(one["name"]) for one in given if one["role"] == "weight"}
     values = ", ".join(f"{key!r}: {name}" for key, name in weights.items())
-    made = f"with torch.device({first}.device):\n        model = {model}(*get_init_inputs())"
-    if not weights:
-        simple = f"import torch\n\n\ndef {{}}({arguments}):\n    {made}\n    return model({passed.rstrip(', ')})\n"
-        return simple.format("run"), simple.format("original")
-    run = (
-        f"import torch\nfrom torch.func import functional_call\n\n\ndef run({arguments}):\n    {made}\n"
-        f"    model = model.to({first}.dtype) if {first}.is_floating_point() else model\n"
-        f"    return functional_call(model, {{{values}}}, ({passed}), strict=False)\n"
-    )
-    original = (
-        f"import torch\n\n\ndef original({arguments}):\n    {made}\n    weights = {{{values}}}\n"
+    return (
+        f"def {ORIGINAL_TEXT}({arguments}):\n    model = Model(*get_init_inputs())\n    weights = {{{values}}}\n"
         "    assert set(weights) == {name for name, _ in model.named_parameters()}\n"
         "    with torch.no_grad():\n        for name, value in weights.items():\n"
-        f"            model.get_parameter(name).copy_(value)\n        return model({passed.rstrip(', ')})\n"
+        f"            model.get_parameter(name).copy_(value)\n        return model({passed})\n"
     )
-    return run, original
 
 
-def _data_call(name: str, function: str, given: Sequence[Mapping[str, Any]], arguments: str) -> str:
+def _data_call(name: str, function: str, tensors: Sequence[Mapping[str, Any]], arguments: str) -> str:
     """Return a function that packs its arguments and empty buffers into GPU MODE's data."""
-    tensors = [re.sub(r"\W", "_", one["name"]) for one in given if one["role"] == "input"]
+    given = [one for one in tensors if one["role"] != "output"]
+    first = next(spelled(one["name"]) for one in given if one["role"] == "input")
     lines, packed = [], []
     for one in given:
-        spelled = re.sub(r"\W", "_", one["name"])
+        argument = spelled(one["name"])
         if one["role"] == "buffer":
             shape = ", ".join(one["shape"]) or "()"
-            lines.append(
-                f"    {spelled} = torch.empty({shape}, dtype=torch.{one['dtype']}, device={tensors[0]}.device)"
-            )
-        packed.append(spelled)
+            lines.append(f"    {argument} = torch.empty({shape}, dtype=torch.{one['dtype']}, device={first}.device)")
+        packed.append(argument)
     lines = [*_sizes_of(given), *lines] if lines else []
     data = packed[0] if len(packed) == 1 and not lines else f"({', '.join(packed)},)"
-    return "\n".join(["import torch\n\n", f"def {name}({arguments}):", *lines, f"    return {function}({data})\n"])
+    return "\n".join([f"def {name}({arguments}):", *lines, f"    return {function}({data})\n"])
 
 
 def _sizes_of(given: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -390,7 +389,7 @@ def _sizes_of(given: Sequence[Mapping[str, Any]]) -> list[str]:
     for one in given:
         if one["role"] == "input":
             for at, text in enumerate(one["shape"]):
-                found.setdefault(text, f"    {text} = {re.sub(r'[^A-Za-z0-9_]', '_', one['name'])}.shape[{at}]")
+                found.setdefault(text, f"    {text} = {spelled(one['name'])}.shape[{at}]")
     return [found[name] for name in sorted(used) if name in found]
 
 
@@ -469,36 +468,47 @@ def _add_answer(found: Collection, dialect: str, path: str, file: Path, known: M
         )
         found.refuse(path, [("", f"no {what} was imported, so nothing says what it is called with")])
         return
-    text = without_harness(text) if dialect == GPU_MODE else text
     language = "cuda" if _BUILDS.search(text) else "triton" if re.search(r"^\s*import triton", text, re.M) else "python"
-    problem = Problem(record["name"], path, file, text)
-    run, _ = _calls(dialect, problem, record["tensors"], "ModelNew")
+    given = [one for one in record["tensors"] if one["role"] not in ("output", "buffer")]
+    arguments = [spelled(one["name"]) for one in given]
+    try:
+        if dialect == GPU_MODE:
+            call = _data_call("run", "custom_kernel", record["tensors"], ", ".join(arguments))
+            source = f"{_plain(text)}\n\n\n{call}"
+        elif language == "cuda":
+            source = text
+        else:
+            source = forward_as_function(text, "ModelNew", arguments, _values(record["given"]))
+    except NotPlain as error:
+        found.refuse(path, [("", str(error))])
+        return
     pure = PurePosixPath(path)
     name = re.sub(r"[^a-z0-9]+", "_", "_".join(pure.with_suffix("").parts).lower()).strip("_")
     name = name if name != record["name"] else f"{name}_answer"
-    if dialect == KERNELBENCH and "get_init_inputs" not in _names(_tree(file)):
-        run = f"{_function(record['reference'], 'get_init_inputs')}\n\n\n{run}"
-    _add(found, "solution", _solution(name, record, language, f"{text.rstrip()}\n\n\n{run}"), path)
+    _add(found, "solution", _solution(name, record, language, source), path)
+
+
+def _values(text: str) -> list[ast.expr]:
+    """Return the elements of the list that a module is made with; constants are replaced by their values."""
+    *constants, last = ast.parse(text).body
+    known = {
+        one.targets[0].id: one.value
+        for one in constants
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
+    }
+    assert isinstance(last, ast.Expr)
+    elements = last.value.elts if isinstance(last.value, ast.List | ast.Tuple) else []
+    return [known.get(one.id, one) if isinstance(one, ast.Name) else one for one in elements]
 
 
 def _problem_of(dialect: str, path: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the problem of an answer: the only one, that of the nearest folder above it, or for KernelBench that of its name."""
-    if len(known) == 1:
-        return next(iter(known.values()))
+    """Return the problem of an answer: that of the nearest folder above it, or for KernelBench that of its file's name."""
     pure = PurePosixPath(path)
     if dialect == GPU_MODE:
         folders = {PurePosixPath(place).parent: record for place, record in known.items()}
         return next((folders[folder] for folder in pure.parents if folder in folders), None)
     fitting = [record for place, record in known.items() if PurePosixPath(place).stem.lower() == pure.stem.lower()]
     return fitting[0] if len(fitting) == 1 else None
-
-
-def _function(text: str, name: str) -> str:
-    """Return the source of a function and of the module's constants."""
-    kept = [
-        node for node in ast.parse(text).body if isinstance(node, ast.Assign) or getattr(node, "name", None) == name
-    ]
-    return "\n".join(ast.unparse(node) for node in kept)
 
 
 PROBLEM_DIALECTS = {
