@@ -328,7 +328,8 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
 
 
 def _plain(text: str) -> str:
-    return plain_functions(text, {"generate_input", "check_implementation"}, _HARMLESS)
+    plain = plain_functions(text, {"generate_input", "check_implementation"}, _HARMLESS)
+    return plain if re.search(r"^import torch$", plain, re.M) else f"import torch\n\n{plain}"
 
 
 def _init_inputs(text: str) -> str:

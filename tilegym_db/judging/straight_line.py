@@ -59,6 +59,7 @@ def traced(model: Any, arguments: list[str], scalars: Mapping[str, Any]) -> str:
             renamed[node.name] = spelled(node.target)
             node.op, node.target, node.args = "placeholder", node.name, ()
     text = graph.python_code("self").src
+    text = text.replace("torch._C._nn.", "torch.nn.functional.").replace("torch.functional.", "torch.")  # public names
     tree = ast.parse(text[text.index("def forward") :])
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
     inputs = [node.name for node in graph.nodes if node.op == "placeholder" and node.name not in renamed]
