@@ -248,6 +248,7 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     from rich.markup import escape
 
     from tilegym_db.measurement.plan import VERIFICATION, summarise
+    from tilegym_db.records.verdicts import is_wrong
 
     console = Console()
     rows = summarise(report.traces)
@@ -270,8 +271,10 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
     tried = [trace for trace in last if trace.role == "kernel"] or last  # stock code beside a kernel passes
-    if tried and not any(trace.status == "PASSED" for trace in tried):
-        failed = next((trace for trace in tried if trace.status != "UNSUPPORTED"), tried[0])
+    # A wrong number on one workload outweighs the passes of its source on all others.
+    wrong = {trace.solution for trace in tried if is_wrong(trace.status, trace.failure and trace.failure.gate)}
+    if tried and not any(trace.status == "PASSED" and trace.solution not in wrong for trace in tried):
+        failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), tried[0])
         console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
         return
     if report.drafts:

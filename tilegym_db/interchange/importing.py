@@ -257,7 +257,7 @@ MAX_FILES = 200
 _TILE_SIZES = re.compile(r"E=\d+,N=\d+,device_name=[^,]+(,.*)?\.json")
 TILE_SIZES = (
     "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To search the kernels here from "
-    "the nearest of their own: tilegym-db tune moe_experts --start {}"
+    "their nearest configs: tilegym-db tune moe_experts --start {}"
 )
 
 

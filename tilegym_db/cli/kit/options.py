@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -474,6 +475,12 @@ def refuse_unknown_names(names: Sequence[str], catalog: Catalog | None = None, *
             continue
         catalog.refuse_broken(name)
         if name not in known:
+            if is_place(name, catalog):
+                raise NotFoundError(
+                    f"'{name}' is a path, and this command takes what is in the catalog. "
+                    f"Try: tilegym-db add-solution {shlex.quote(name)}",
+                    code="name_is_path",
+                )
             if name in OTHER_NAMES:
                 raise NotFoundError(
                     f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}", code="name_of_others"

@@ -1,7 +1,7 @@
 """Tile sizes that vLLM tuned for its fused_moe, as starting points of a search for our Triton experts.
 
 A file of vLLM names experts, intermediate size, device and dtype, and has a config by number of tokens. It is no measurement of
-our kernels: the nearest of their own configs are only tried first, and are verified and raced like any other.
+our kernels: their nearest configs are only tried first, and are verified and raced like any other.
 """
 
 from __future__ import annotations
