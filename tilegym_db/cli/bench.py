@@ -272,7 +272,7 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
     tried = [trace for trace in last if trace.role == "kernel"] or last  # stock code beside a kernel passes
     # A wrong number on one workload outweighs the passes of its source on all others.
-    wrong = {trace.solution for trace in tried if is_wrong(trace.status, trace.failure and trace.failure.gate)}
+    wrong = {trace.solution for trace in tried if is_wrong(trace.status, trace.failure.gate if trace.failure else None)}
     if tried and not any(trace.status == "PASSED" and trace.solution not in wrong for trace in tried):
         failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), tried[0])
         console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
