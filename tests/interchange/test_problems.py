@@ -71,6 +71,7 @@ def get_init_inputs():
     return []
 """
 )
+NORM = CONVOLUTION.replace("nn.Conv1d(3, 5, 4, stride=2)", "nn.Sequential(nn.InstanceNorm1d(3), nn.BatchNorm1d(3))")
 LOSS = (
     HEAD
     + """    def forward(self, scores, targets):
@@ -100,6 +101,7 @@ class ModelNew(torch.nn.Module):
 PROBLEMS = {
     "1_Softmax.py": SOFTMAX, "2_Linear.py": LINEAR, "3_Conv.py": CONVOLUTION, "4_Loss.py": LOSS, "5_Dropout.py": DROPOUT,
     "6_Random.py": RANDOM, "7_Dict.py": NO_TENSOR, "8_Files.py": FILES, "answers/1_softmax.py": ANSWER,
+    "9_Norm.py": NORM,
     "answers/9_none.py": ANSWER,
 }  # fmt: skip
 
@@ -231,9 +233,9 @@ def test_problem_that_is_no_operator_is_refused_with_the_reason(kernelbench: Dat
     assert not Path("/tmp/written_by_a_problem").exists()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(5)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1_softmax", "2_linear", "3_conv", "4_loss"])
+@pytest.mark.parametrize("name", ["1_softmax", "2_linear", "3_conv", "4_loss", "9_norm"])
 def test_draft_of_a_problem_agrees_with_the_original(name: str, kernelbench: DataSet) -> None:
     draft = compared_draft(kernelbench, name)
     answers = ["solutions/answers_1_softmax"] if name == "1_softmax" else []
