@@ -71,6 +71,7 @@ ENDS = (
     ("task submit", 1),  # a judged source keeps its verdict
     ("debug reproduce", 1),  # the failure is there again
     ("explain kv_cache_concat", 3),  # stock code serves
+    ("explain kv_cache_prefill", 3),  # it is not measured on that GPU
     ("explain rope_neox", 3),  # no kernel is batch-invariant
 )
 """How next commands begin that do not end with 0, and their status."""

@@ -55,6 +55,7 @@ def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path
         [("screen", "PASSED", "a"), ("promotion", "UNSUPPORTED", "b")],
         [("screen", "UNSUPPORTED", "a"), ("screen", "TIMEOUT", "b")],
         [("screen", "PASSED", "stock"), ("screen", "INCORRECT_NUMERICAL", "b")],
+        [("screen", "PASSED", "a"), ("screen", "INCORRECT_NUMERICAL", "b")],
     ],
     ids=str,
 )

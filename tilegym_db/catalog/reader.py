@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -349,6 +350,12 @@ class Catalog:
             if drafts and is_place(name, self):
                 continue
             self.refuse_broken(name)
+            if name not in known and is_place(name, self):
+                raise NotFoundError(
+                    f"'{name}' is a path, and this command takes what is in the catalog. "
+                    f"Try: tilegym-db add-solution {shlex.quote(name)}",
+                    code="name_is_path",
+                )
             if name not in known and name in OTHER_NAMES:
                 said = OTHER_NAMES[name].said(name)
                 raise NotFoundError(f"{said}. Try: tilegym-db show {name}", code="name_of_others")

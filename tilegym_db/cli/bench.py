@@ -29,6 +29,7 @@ from tilegym_db.cli.kit.options import (
     WorkloadGlob,
     complete_name,
     finite_seconds,
+    path_given,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
 from tilegym_db.cli.kit.progress import Progress
@@ -247,6 +248,7 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     from rich.markup import escape
 
     from tilegym_db.measurement.plan import VERIFICATION, summarise
+    from tilegym_db.records.verdicts import is_wrong
 
     console = Console()
     rows = summarise(report.traces)
@@ -269,8 +271,10 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
     tried = [trace for trace in last if trace.role == "kernel"] or last  # stock code beside a kernel passes
-    if tried and not any(trace.status == "PASSED" for trace in tried):
-        failed = next((trace for trace in tried if trace.status != "UNSUPPORTED"), tried[0])
+    # A wrong number on one workload outweighs the passes of its source on all others.
+    wrong = {trace.solution for trace in tried if is_wrong(trace.status, trace.failure.gate if trace.failure else None)}
+    if tried and not any(trace.status == "PASSED" and trace.solution not in wrong for trace in tried):
+        failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), tried[0])
         console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
         return
     if report.drafts:
@@ -329,6 +333,13 @@ def tune_command(
     budget: Budget = None,
     quick: Quick = False,
     force: Force = False,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Tile sizes that vLLM tuned for fused_moe (E=..,N=..,device_name=...json): try the nearest configs first.",
+            parser=path_given,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,
 ) -> None:
     """Find the fastest config of each solution per workload, verify it and store it as a trace.
@@ -347,6 +358,7 @@ def tune_command(
             budget_s=budget,
             quick=quick,
             force=force,
+            start=start,
             observer=progress.tune_observer(),
         )
     if as_json:

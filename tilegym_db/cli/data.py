@@ -45,7 +45,9 @@ def import_command(
     name: Annotated[str | None, typer.Option(help="Name of the data set; by default its folder's name.")] = None,
     dialect: Annotated[
         str | None,
-        typer.Option(help="flashinfer-trace, fi-trace, sol-execbench or tilegym; detected by default."),
+        typer.Option(
+            help="flashinfer-trace, fi-trace, sol-execbench, tilegym, kernelbench or gpu-mode; detected by default."
+        ),
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the earlier content of that origin.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Import nothing if anything is refused.")] = False,
@@ -53,12 +55,13 @@ def import_command(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the imported data set of that origin.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import a FlashInfer-Trace data set, fi_trace dumps of flashinfer, SOL-ExecBench problems or a TileGym inventory.
+    """Import a data set: FlashInfer-Trace, fi_trace dumps, SOL-ExecBench, TileGym, KernelBench or GPU MODE.
 
     Imported records live under their origin, apart from the catalog. They are shown but never ranked, published or resolved.
-    Nothing of them is executed. Exit status 1 if something was refused.
+    Problems of KernelBench and GPU MODE run in the sandbox, because only their code says their shapes. Nothing else is run.
+    Exit status 1 if something was refused.
     """
-    from tilegym_db.interchange.importing import import_data_set
+    from tilegym_db.judging.problems import import_data_set
 
     if remove:
         _remove(str(path))

@@ -43,6 +43,8 @@ LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilel
              "cuda-tile": "cutile"}  # fmt: skip
 ENTRY = "tilegym_entry.py"
 REFERENCE = "reference.py"
+ORIGINAL_TEXT = "original"
+"""Key of a record whose reference only wraps another call: the source of that call, for the comparison of a draft."""
 CALLED_BY_NAME = frozenset({fi_trace_dumps.DIALECT, tilegym_inventory.DIALECT})
 """Dialects whose functions are called with keyword arguments. The order of their inputs is not the order of parameters."""
 
@@ -232,6 +234,8 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
     by_name = found.dialect in CALLED_BY_NAME
     call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if by_name else names
     text = item.record["reference"].rstrip()
+    if ORIGINAL_TEXT in item.record:  # it was written with our signature
+        return f"# Source: {found.origin} {item.path}\n{text}\n"
     return (
         f"# Source: {found.origin} {item.path}\n{text}\n\n\n_imported = {entry}\n\n\n"
         f"def run({names}):\n    return _imported({call})\n"
@@ -294,6 +298,8 @@ def adapted_solution(
         },
         "sources": [{"path": name} for name in sources],
     }
+    if spec.get("provides") == "stock":
+        value["spec"] |= {"role": "baseline", "provides": "stock"}
     try:
         return AdaptedSolution(Solution.from_dict(value, f"{found.origin}/{item.path}"), sources, added)
     except RecordError as error:
@@ -466,6 +472,8 @@ def _record(found: DataSet, adapted: Adapted) -> Definition:
         ends = _ends(adapted.definition, text)
         if ends is not None:
             generators[ends[0]] = {"kind": "offsets", "low": 0, "high": ends[1], "leading": True}
+    records = {native_name(item.name): item.record for item in found.of_kind("definition")}
+    generators |= records[adapted.definition.name].get("input_generators") or {}
     more = {
         "tags": ["status:draft", origin_tag(found)],
         "input_generators": generators,

@@ -9,6 +9,7 @@ import ast
 import itertools
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -48,7 +49,7 @@ class ImportReport:
     changed: bool
 
 
-def recognise(path: Path) -> Any:
+def recognise(path: Path, dialects: Mapping[str, Any] = DIALECTS) -> Any:
     """Return the module of a data set's dialect.
 
     Raises:
@@ -56,13 +57,13 @@ def recognise(path: Path) -> Any:
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
-    for dialect in DIALECTS.values():
+    for dialect in dialects.values():
         if dialect.is_this(path):
             return dialect
     if form := unread_form(path):
         raise UsageError(f"{path} is {form}.", code="dialect_unread")
     raise UsageError(
-        f"{path} is not in a known dialect ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
+        f"{path} is not in a known dialect ({', '.join(dialects)}). Give the root of the data set: the folder that "
         "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps.",
         code="dialect_unrecognised",
     )
@@ -77,6 +78,7 @@ def import_data_set(
     strict: bool = False,
     dry_run: bool = False,
     home: Path | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Read a data set and store it. Nothing of it is executed or added to the catalog.
 
@@ -88,15 +90,17 @@ def import_data_set(
         strict: raise if a record is refused, and store nothing.
         dry_run: only read and report.
         home: the store's folder; ``$TILEGYM_DB_HOME`` or the user data folder by default.
+        more: modules of more dialects, tried after those of :data:`DIALECTS`.
 
     Raises:
         UsageError: the path or dialect is unknown, or the name is invalid or taken by other content.
         RecordError: two records have the same name, nothing in it is a record, or ``strict`` is set and a record is refused.
         StoreError: the data set cannot be stored. Nothing was changed.
     """
-    if dialect is not None and dialect not in DIALECTS:
-        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.", code="dialect_unknown")
-    chosen = DIALECTS[dialect] if dialect else recognise(path)
+    dialects = {**DIALECTS, **(more or {})}
+    if dialect is not None and dialect not in dialects:
+        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(dialects)}.", code="dialect_unknown")
+    chosen = dialects[dialect] if dialect else recognise(path, dialects)
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
     root = path.resolve()
@@ -250,55 +254,27 @@ def _kept_lines(
 
 MAX_FILES = 200
 """Maximum number of files of a folder that are looked at."""
-_MOE_CONFIG = re.compile(r"E=\d+,N=\d+,device_name=[^,]+(,.*)?\.json")
-
-PROBLEM = (
-    "a problem of KernelBench: a module of one size, without axes, bounds or planted errors. To make it an operator: "
-    "tilegym-db new definition NAME, with its forward() as run() in reference.py"
-)
-ANSWER = (
-    "an answer to KernelBench: the kernel is called by a module, ModelNew, and not by its inputs. To bring the kernel in: "
-    "tilegym-db new solution DEFINITION -l triton, and move its launch into run()"
-)
-SUBMISSION = (
-    "a submission to GPU MODE: custom_kernel(data) takes one tuple. To bring the kernel in: "
-    "tilegym-db new solution DEFINITION -l triton, and call custom_kernel((x, ...)) from run()"
-)
-COMPETITION = (
-    "a problem of GPU MODE: ref_kernel(data) takes one tuple of one size, without axes or bounds. To make it an operator: "
-    "tilegym-db new definition NAME, with the tuple's tensors as inputs of run() in reference.py"
-)
+_TILE_SIZES = re.compile(r"E=\d+,N=\d+,device_name=[^,]+(,.*)?\.json")
 TILE_SIZES = (
-    "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To find those of the "
-    "kernels here: tilegym-db tune moe_experts"
+    "tuned tile sizes of vLLM's fused_moe: they are tunables of that kernel, and no measurement. To search the kernels here from "
+    "their nearest configs: tilegym-db tune moe_experts --start {}"
 )
 
 
 def unread_form(path: Path) -> str | None:
-    """Return what a file or folder is, and how to bring it in by hand; None if it is not known. Nothing is executed."""
+    """Return what a file or folder is, and how to bring it in; None if it is not known. Nothing is executed."""
     files: Iterable[Path] = [path]
     if path.is_dir():
-        below = (one for one in path.rglob("*") if one.suffix in (".py", ".json") and one.is_file())
-        files = itertools.islice(below, MAX_FILES)
-    return next((form for file in files if (form := _form_of(file))), None)
+        files = itertools.islice((one for one in path.rglob("*.json") if one.is_file()), MAX_FILES)
+    found = next((file for file in files if _TILE_SIZES.fullmatch(file.name)), None)
+    return None if found is None else TILE_SIZES.format(shlex.quote(str(found)))
 
 
-def _form_of(file: Path) -> str | None:
-    if _MOE_CONFIG.fullmatch(file.name):
-        return TILE_SIZES
-    if file.suffix != ".py":
-        return None
+def parsed_source(file: Path) -> ast.Module:
+    """Return the syntax tree of a file; raise :class:`RecordError` if it is no Python source."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(read_bytes(file, "source"))
-    except (RecordError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    named = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    if "ModelNew" in named:
-        return ANSWER
-    if {"Model", "get_inputs"} <= named:
-        return PROBLEM
-    if "custom_kernel" in named:
-        return SUBMISSION
-    return COMPETITION if {"ref_kernel", "generate_input"} <= named else None
+            return ast.parse(read_bytes(file, "source"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RecordError(f"{file} is no Python source: {error}", code="source_invalid") from None

@@ -22,6 +22,7 @@ from tilegym_db.catalog.record_files import write_solution
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.interchange.adapt import (
     CALLED_BY_NAME,
+    ORIGINAL_TEXT,
     REFERENCE,
     Adapted,
     AdaptedSolution,
@@ -284,9 +285,9 @@ NOT_COMPARED = "the original does not run here on drawn inputs, so compare the d
 
 
 def _reference_code(found: DataSet, item: StoredRecord, definition: Definition, draft: Draft) -> int:
-    text = item.record["reference"]
+    text = item.record.get(ORIGINAL_TEXT) or item.record["reference"]
     sources = {ORIGINAL: text.encode(), REFERENCE_FILE: definition.reference.encode()}
-    entry = (ORIGINAL, reference_entry(text), False)
+    entry = (ORIGINAL, ORIGINAL_TEXT if ORIGINAL_TEXT in item.record else reference_entry(text), False)
     return _code(definition, draft, sources, entry, (REFERENCE_FILE, "run", False), found.dialect)
 
 

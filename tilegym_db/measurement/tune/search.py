@@ -333,15 +333,20 @@ def nearest_winners(
 
 
 def candidate_order(
-    solution: Solution, neighbours: Sequence[Neighbour], history: SearchHistory, seed: str
+    solution: Solution,
+    neighbours: Sequence[Neighbour],
+    history: SearchHistory,
+    seed: str,
+    first: Sequence[ConfigCandidate] = (),
 ) -> list[ConfigCandidate]:
-    """Return the configs left to try: the default config, winners nearby, then the rest of the space.
+    """Return the configs left to try: the default config, winners nearby, those asked for, then the rest of the space.
 
     Args:
         solution: declares the space.
         neighbours: nearest first. A config that is no longer in the space is left out.
         history: the settled configs and the leader; both are left out.
         seed: seed of the order of the rest. The same seed gives the same order, so an interrupted search can be resumed.
+        first: configs of the space that are tried before the rest, such as those of another project.
     """
     space = {config_id(config): config for config in solution.configs()}
     rest = [ConfigCandidate(config, "the rest of the space, in random order") for config in space.values()]
@@ -353,7 +358,7 @@ def candidate_order(
     ]
     skipped = {*history.settled, *([] if history.leader is None else [config_id(history.leader)])}
     ordered: dict[str, ConfigCandidate] = {}
-    for candidate in (ConfigCandidate({}, DEFAULTS), *near, *rest):
+    for candidate in (ConfigCandidate({}, DEFAULTS), *near, *first, *rest):
         ordered.setdefault(candidate.id, candidate)
     return [candidate for key, candidate in ordered.items() if key not in skipped]
 

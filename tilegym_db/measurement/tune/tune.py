@@ -33,6 +33,7 @@ from tilegym_db.measurement.tune.search import (
     is_faulty,
     nearest_winners,
 )
+from tilegym_db.measurement.tune.tile_sizes import Start, TunedSizes, read_tile_sizes, starts
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
@@ -101,6 +102,7 @@ def tune(
     budget_s: float | None = None,
     quick: bool = False,
     force: bool = False,
+    start: Path | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
@@ -120,6 +122,7 @@ def tune(
             completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
         force: ignore what earlier runs tried.
+        start: a file of tile sizes that vLLM tuned for its fused_moe; the nearest configs are tried first.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
         observer: callbacks for progress.
@@ -128,17 +131,18 @@ def tune(
         HardwareError: the requested GPU is not the one in this machine.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
-        UsageError: a budget that is not positive, or nothing to tune.
+        UsageError: a budget that is not positive, nothing to tune, or a file that is no such table.
     """
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
+    tuned = None if start is None else read_tile_sizes(start)
     # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, force=True, tier="promotion")
     watch = observer or TuneObserver()
     with open_run(parse_devices(devices), catalog, store_home, watch.starting) as (setup, pool):
-        return _search_all(setup, options, KnownResults.read(setup, force=force), budget_s, watch, pool)
+        return _search_all(setup, options, KnownResults.read(setup, force=force), budget_s, watch, pool, tuned)
 
 
 def _search_all(
@@ -148,13 +152,15 @@ def _search_all(
     budget_s: float,
     observer: TuneObserver,
     pool: DevicePool | None,
+    tuned: TunedSizes | None = None,
 ) -> TuneReport:
     plan = setup.plan(options)
     pairs = _tunable_pairs(plan, setup.machine)
+    unused = [] if tuned is None else _take_starts(tuned, plan, pairs, known)
     observer.planned(sum(map(len, pairs.values())), setup.machine)
     context = setup.context(command="tune")
     left_out = [*plan.skipped, *(Skipped("*", "*", reason) for reason in plan.refused)]
-    report = TuneReport(context.run_id, setup.machine, left_out)
+    report = TuneReport(context.run_id, setup.machine, left_out, notes=unused)
     with (
         Journal(context.run_id, setup.home) as journal,
         TuningLog(context.run_id, setup.home) as log,
@@ -258,6 +264,22 @@ def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workloa
                 else:
                     plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), reason))
     return found
+
+
+def _take_starts(
+    tuned: TunedSizes, plan: Plan, pairs: Mapping[str, list[tuple[Workload, SolutionFiles]]], known: KnownResults
+) -> list[str]:
+    """Put the configs nearest to another project's sizes into what is known; return where they are of no use, with counts."""
+    reasons: Counter[str] = Counter()
+    for item in plan.definitions:
+        for workload, solution in pairs[item.definition.name]:
+            found = starts(tuned, solution, item.definition, workload)
+            if isinstance(found, str):
+                reasons[found] += 1
+            else:
+                known.starts[solution.digest, item.definition.digest, workload.uuid] = found
+    used = f"{tuned.file}: tried first on {len(known.starts)} pairs of solution and workload"
+    return [used, *(f"{tuned.file}: not used, {reason}" for reason in reasons)]
 
 
 def _excluded(definition: Definition, solution: SolutionFiles, workload: Workload, machine: Machine) -> str | None:
@@ -454,7 +476,10 @@ class PairSearch:
         won = {**known.winners, **known.leaders}
         winners = {uuid: won[key] for key in won if key[:2] == self.key[:2] for uuid in key[2:]}
         near = nearest_winners(definition, self.workload, self.tuner.item.workloads, winners)
-        return candidate_order(self.solution.record, near, history, f"{self.solution.digest} {self.workload.uuid}")
+        first = [ConfigCandidate(one.config, one.reason) for one in known.starts.get(self.key, ())]
+        return candidate_order(
+            self.solution.record, near, history, f"{self.solution.digest} {self.workload.uuid}", first
+        )
 
     def _search(self, candidates: Sequence[ConfigCandidate], leader: Config | None) -> Failure | None:
         tuner, runner, begun = self.tuner, self.runner, time.monotonic()
@@ -541,6 +566,8 @@ class KnownResults:
     """Leading configs of this run that are not screened yet. They are not winners, but good first candidates for a
     neighbour.
     """
+    starts: dict[PairKey, list[Start]] = field(default_factory=dict)
+    """Configs to try first, from another project."""
 
     @classmethod
     def read(cls, setup: RunSetup, *, force: bool) -> KnownResults:
@@ -565,6 +592,7 @@ class KnownResults:
             {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
             {key for key in self.screened if key[1] in definitions},
             {pair: config for pair, config in self.winners.items() if pair[1] in definitions},
+            starts={pair: found for pair, found in self.starts.items() if pair[1] in definitions},
         )
 
     def history(self, pair: PairKey) -> SearchHistory:
