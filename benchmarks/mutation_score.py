@@ -7,7 +7,7 @@
     PYTHONPATH=tests CUDA_VISIBLE_DEVICES=3 python benchmarks/mutation_score.py --device cuda:0 --kernels --most 6 --jobs 24 \
         --deadline 300 --part 1/2 --out part-1.jsonl     # beside one with 0/2 on another GPU
     PYTHONPATH=tests python benchmarks/mutation_score.py --merge part-0.jsonl part-1.jsonl
-    PYTHONPATH=tests python benchmarks/mutation_score.py --held-out --references --most 24
+    PYTHONPATH=tests python benchmarks/mutation_score.py --held-out 2 --references --most 24 --seed 5
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
@@ -162,13 +162,14 @@ def score_target(
     seconds: float,
     deadline: Deadline,
     *,
-    held_out: bool = False,
+    held_out: int = 0,
+    seed: int = SEED,
 ) -> None:
     """Bring every chosen mutant of one source to a verdict, as far as the seconds go."""
     if deadline.passed:
         return
     anchors = tuple(catalog.workloads_for(target.definition.name))
-    judge = Judge(target, anchors, device, folder, SEED)
+    judge = Judge(target, anchors, device, folder, seed)
     deadline.watch(judge)
     start = time.monotonic()
     try:
@@ -178,14 +179,14 @@ def score_target(
             return
         if unfit is not None:
             raise UnfitSourceError(unfit)
-        seed = zlib.crc32(target.source.encode()) ^ SEED
+        of_source = zlib.crc32(target.source.encode()) ^ seed
         if held_out:
             specials = target.definition.special_values
-            endless = held_out_mutants(target.source, target.entry, target.plain_inputs, specials, seed)
+            endless = held_out_mutants(target.source, target.entry, target.plain_inputs, specials, of_source, held_out)
             mutants = list(islice(endless, most)) if target.plain_inputs else []
         else:
             made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
-            mutants = chosen(made, most, seed)
+            mutants = chosen(made, most, of_source)
         for number, mutant in enumerate(mutants):
             if time.monotonic() - start > seconds:
                 print(f"{target.definition.name}/{target.name}: given up after {number} of {len(mutants)}", flush=True)
@@ -241,7 +242,8 @@ def run(
     part: tuple[int, int] = (0, 1),
     skipped: frozenset[tuple[str, str]] = frozenset(),
     out: TextIO | None = None,
-    held_out: bool = False,
+    held_out: int = 0,
+    seed: int = SEED,
 ) -> Score:
     """Return the score of these Definitions, or of all; with a deadline, sources come in a random order.
 
@@ -251,12 +253,12 @@ def run(
     found = sources(catalog, names, references=references, kernels=kernels)
     targets = [target for target in found if (target.definition.name, target.name) not in skipped]
     if deadline < math.inf:
-        random.Random(SEED).shuffle(targets)
+        random.Random(seed).shuffle(targets)
     targets = targets[part[0] :: part[1]]
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
             pool.submit(
-                functools.partial(score_target, held_out=held_out),
+                functools.partial(score_target, held_out=held_out, seed=seed),
                 *(catalog, target, device, most, kinds, score, scratch / str(number), seconds, end),
             )
             for number, target in enumerate(targets)
@@ -287,7 +289,14 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="mutants of one source")
     parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
     parser.add_argument("--places", action="store_true", help="only mistakes at one place of a source")
-    parser.add_argument("--held-out", action="store_true", help="mutants that the generators were not written for")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=0,
+        choices=(1, 2),
+        help="mutants that the generators were not written for: which set",
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help="of all draws: mutants, cases and sequences")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--references", action="store_true", help="references alone, no kernels")
     which.add_argument("--kernels", action="store_true", help="kernels alone, no references")
@@ -329,6 +338,7 @@ def run_as(options: argparse.Namespace) -> Score:
         "skipped": skipped,
         "out": out,
         "held_out": options.held_out,
+        "seed": options.seed,
     }
     return run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
 
