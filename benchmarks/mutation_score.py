@@ -1,21 +1,24 @@
 """Measure the share of mutants of honest kernels that the verifier catches, per Definition.
 
-    PYTHONPATH=tests python benchmarks/mutation_score.py                    # every Definition, on a CPU
-    PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40
-    PYTHONPATH=tests python benchmarks/mutation_score.py --most 12 --references --seconds 300
-    PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --kernels --total 300 --jobs 14 --deadline 210
-    PYTHONPATH=tests CUDA_VISIBLE_DEVICES=3 python benchmarks/mutation_score.py --device cuda:0 --kernels --most 6 --jobs 24 \
+    python benchmarks/mutation_score.py                    # every Definition, on a CPU
+    python benchmarks/mutation_score.py rms_norm --most 40
+    python benchmarks/mutation_score.py --most 12 --references --seconds 300
+    python benchmarks/mutation_score.py --device cuda:0 --kernels --total 300 --jobs 14 --deadline 210
+    python benchmarks/mutation_score.py --device cuda:0 --kernels --most 5 --processes 5 --jobs 3 --deadline 225 --out m.jsonl
+    CUDA_VISIBLE_DEVICES=3 python benchmarks/mutation_score.py --device cuda:0 --kernels --most 6 --jobs 24 \
         --deadline 300 --part 1/2 --out part-1.jsonl     # beside one with 0/2 on another GPU
-    PYTHONPATH=tests python benchmarks/mutation_score.py --merge part-0.jsonl part-1.jsonl
-    PYTHONPATH=tests python benchmarks/mutation_score.py --held-out 2 --references --most 24 --seed 5
+    python benchmarks/mutation_score.py --merge part-0.jsonl part-1.jsonl
+    python benchmarks/mutation_score.py --held-out 2 --references --most 24 --seed 5
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
 ``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts. ``--deadline`` ends the whole
 run: sources come in a random order then, and what is still being judged is ended and not counted. ``--part`` takes one of
-several equal parts of the sources, for a process on each GPU; ``--out`` has every verdict as it comes, ``--merge`` adds such
-files up, and ``--skip`` leaves out the sources that they name. ``--held-out`` makes the mutants of ``exploits/held_out.py``,
-which the generators were not written for: each goes through the cases and sequences of one promotion, and counts if it passes.
+several equal parts of the sources, for a process on each GPU; ``--processes`` makes that many here, each with ``--jobs`` of its
+own, since threads that draw and compare in Python wait for each other. ``--out`` has every verdict as it comes, ``--merge``
+adds such files up, and ``--skip`` leaves out the sources that they name. ``--held-out`` makes the mutants of
+``exploits/held_out.py``, which the generators were not written for: each goes through the cases and sequences of one promotion,
+and counts if it passes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import functools
 import json
 import math
 import random
+import sys
 import threading
 import time
 import tomllib
@@ -37,10 +41,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
+sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 import torch
 from exploits.held_out import CONTROL, held_out_mutants
 from exploits.mutant_judge import REFERENCE, WHOLE, Judge, Target, UnfitSourceError, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
+from in_processes import run_parts, without
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import scratch_folder
@@ -303,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="when to give up one source")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which the whole run ends")
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
+    parser.add_argument("--processes", type=int, default=1, help="processes, each with so many sources at a time")
     parser.add_argument("--part", type=part_of, default=(0, 1), help="only this part of the sources, as 0/2")
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
     parser.add_argument(
@@ -310,9 +319,16 @@ def main() -> None:
     )
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing: the tables of such files")
     options = parser.parse_args()
-    if options.merge:
+    merged = options.merge
+    if options.processes > 1:
+        if options.out is None or options.part != (0, 1):
+            parser.error("--processes needs --out, which all of them write to, and has no --part")
+        arguments = without(sys.argv[1:], "--processes", "--out")
+        run_parts(__file__, arguments, options.processes, options.out, options.deadline)
+        merged = [options.out]
+    if merged:
         score = Score()
-        for line in judged_in(options.merge):
+        for line in judged_in(merged):
             score.count(line)
     else:
         score = run_as(options)

@@ -1,0 +1,53 @@
+"""Run a benchmark as several processes, each with a part of the work, and join what they write.
+
+A harness draws inputs and compares outputs in Python, so threads of one process wait for each other long before a GPU is busy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TO_END_S = 8.0
+"""Seconds that a process has to end after its deadline."""
+
+
+def run_parts(script: str, arguments: Sequence[str], processes: int, out: Path, deadline: float) -> int:
+    """Run a script once for each part of its work and return the largest exit status.
+
+    Every process gets ``--part NUMBER/COUNT`` and ``--out FILE``. ``out`` has the lines of all files afterwards, also of those
+    that did not end within the deadline.
+    """
+    parts = [out.with_suffix(f".{number}{out.suffix}") for number in range(processes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, script, *arguments, "--part", f"{number}/{processes}", "--out", str(part)],
+            stdout=subprocess.DEVNULL,
+        )
+        for number, part in enumerate(parts)
+    ]
+    until, statuses = time.monotonic() + deadline + TO_END_S, []
+    for process in running:
+        try:
+            statuses.append(process.wait(max(until - time.monotonic(), 0.1)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            statuses.append(process.wait())
+    out.write_text("".join(part.read_text() for part in parts if part.exists()))
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return max(statuses)
+
+
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """Return the arguments without some options, each with its value."""
+    kept, found = [], iter(arguments)
+    for argument in found:
+        if argument in options:
+            next(found)
+        elif argument.partition("=")[0] not in options:
+            kept.append(argument)
+    return kept
