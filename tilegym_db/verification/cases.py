@@ -377,7 +377,7 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     return demands[:count]
 
 
-def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
+def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar], first: int = 0) -> Case:
     """Return the same shape, layouts and alignment with another range, other positions and other scalars, as in a model.
 
     It needs no further compilation, so it costs one call and one oracle. The range of a long sum stays: values of one sign add
@@ -388,9 +388,10 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
         case: one of :func:`fuzz_cases`.
         number: its index among them; successive cases use successive ranges.
         scalars: of the Workload; continuous ones are varied around these values.
+        first: number of the range of the first case, which is secret, so that each range comes about equally often.
     """
-    names = ranges_of(definition)
-    contents = names[(case.seed + number) % len(names)]
+    names, number = ranges_of(definition), first + number
+    contents = names[number % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
     if case.call.axes.get(summed_axis(definition) or "", 0) >= LONG_SUM[0]:
         contents = "normal"
