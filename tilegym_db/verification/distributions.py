@@ -35,7 +35,8 @@ MASSIVE = "massive"
 """Modifier on which it may overflow too (:func:`may_overflow`)."""
 ILL_CONDITIONED = frozenset({ROW_SCALE, "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
-EXTREME = frozenset({"large", "channels", "shifted"})
+SHIFTED = "shifted"
+EXTREME = frozenset({"large", "channels", SHIFTED})
 """Contents that at most one input of a call has."""
 SAME_VALUE, ALL_ONES, ALL_ZEROS = "same_value", "all_ones", "all_zeros"
 """Styles of a weight that has one value in all places: any, or what it has before training."""
@@ -291,7 +292,7 @@ RANGES: dict[str, Draw] = {
     VARIED: _normal,  # for operators without inputs that could vary
     "tiny": _tiny,
     "channels": _channels,
-    "shifted": _shifted,
+    SHIFTED: _shifted,
     "sparse": _sparse,
     "large": _large,
     "sorted_rows": _sorted_rows,
@@ -513,6 +514,8 @@ def with_modifiers(
     if distribution in (EXACT, STEPS, FAR_BELOW):
         return distribution
     allowed, drawn = allowed_modifiers(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
+    if distribution == SHIFTED and drawn.random() < 0.5:
+        allowed = []  # nearly all of them change the mean or the deviation of rows
     chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
     if allowed and turn is not None:
         chosen.add(allowed[turn % len(allowed)])
