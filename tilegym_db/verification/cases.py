@@ -427,6 +427,8 @@ _STEPS = (2, 3)
 
 _SHARE_CONTIGUOUS = 0.35
 _SHARE_LAID_OUT = 0.75
+_SHARE_ALONE = 0.3
+"""Share of the cases with one tensor that is not contiguous: a kernel may look at the first input only."""
 _SHARE_PERMUTED, _SHARE_PADDED, _SHARE_ENLARGED = 0.4, 0.5, 0.3
 _SHARE_EXPANDED, _SHARE_STEPPED, _SHARE_SEPARATE = 0.1, 0.2, 0.5
 _SPARE_ELEMENTS = 1 << 17
@@ -514,7 +516,7 @@ def draw_layouts(
 ) -> tuple[Layouts, list[Label]]:
     """Return tensor -> ``strided(...)``, and the properties of these layouts.
 
-    Some tensors stay contiguous, and strides differ. A kernel that confuses the strides of two tensors therefore fails. With
+    Some tensors stay contiguous, or all but one, and strides differ. A kernel that confuses those of two tensors fails. With
     ``rows``, all tensors that may have padded rows have them, and nothing else. A tensor without elements stays contiguous.
     Without ``ties``, no elements of inputs have one address. Properties that are not yet ``covered`` come first.
     """
@@ -532,9 +534,13 @@ def draw_layouts(
         ]
     layouts: Layouts = {}
     labels: list[Label] = []
-    if generator.random() >= _SHARE_CONTIGUOUS:
+    free = [name for name, shape in shapes.items() if choices.classes[name] != CONTIGUOUS and math.prod(shape) > 1]
+    alone = generator.choice(free) if len(free) > 1 and generator.random() < _SHARE_ALONE else None
+    if alone is not None or generator.random() >= _SHARE_CONTIGUOUS:
         for name, shape in shapes.items():
-            if choices.classes[name] == CONTIGUOUS or generator.random() >= _SHARE_LAID_OUT:
+            if choices.classes[name] == CONTIGUOUS or name != (alone or name):
+                continue
+            if alone is None and generator.random() >= _SHARE_LAID_OUT:
                 continue
             strides, found = draw_strides(
                 shape,
@@ -547,7 +553,9 @@ def draw_layouts(
             if strides != contiguous_strides(shape):
                 layouts[name] = spelled(strides)
                 labels += [(_LAYOUT_OF + name, label) for label in found]
-    if generator.random() >= _SHARE_SEPARATE:
+    if alone is not None:
+        labels += [(_LAYOUT_OF + "alone", alone)] if layouts else []
+    elif generator.random() >= _SHARE_SEPARATE:
         ways = [how for how in choices.shared if ties or how != SAME] or [SEPARATE]
         how, shared = _shared(generator.choice(ways), choices, shapes, layouts, dtypes, generator)
         layouts |= shared
