@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -122,7 +121,7 @@ def test_siblings_have_weights_before_training_and_all_ranges(first, operator):
     styles = [styles_of(definition, case.distribution, case.seed)["weight"] for case in cases]
     assert styles.count("all_ones") >= 2
     assert styles.count("all_zeros") >= 2
-    assert min(Counter(map(base, cases))[name] for name in ranges_of(definition)) >= 24 // len(ranges_of(definition))
+    assert {*ranges_of(definition)} <= {*map(base, cases)}
 
 
 @pytest.mark.parametrize("count", [5, 24])

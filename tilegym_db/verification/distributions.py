@@ -524,10 +524,12 @@ def with_modifiers(
         chosen.add(PADDED)
     if wide and BLANK in allowed and "equal_rows" not in chosen and drawn.random() < _BLANK_SHARE:
         chosen.add(BLANK)
+    if chosen & _INFINITE and distribution not in MODERATE and drawn.random() < 0.5:
+        chosen -= _INFINITE  # or large and shifted values would hardly ever come about
     if chosen & _INFINITE:
         chosen.discard(MASSIVE)
         distribution = distribution if distribution in MODERATE else "normal"
-    if turn is not None and distribution not in _PLAIN and _weights(definition):
+    if turn is not None and _weights(definition):
         chosen |= (
             {ONES} if turn % _WEIGHTS_EVERY == 0 else {ZEROS} if turn % _WEIGHTS_EVERY == _WEIGHTS_EVERY // 2 else set()
         )
