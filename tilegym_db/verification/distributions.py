@@ -524,7 +524,7 @@ def with_modifiers(
         chosen.add(PADDED)
     if wide and BLANK in allowed and "equal_rows" not in chosen and drawn.random() < _BLANK_SHARE:
         chosen.add(BLANK)
-    if chosen & _INFINITE and distribution not in MODERATE and drawn.random() < 0.5:
+    if chosen & _INFINITE and distribution not in MODERATE and drawn.random() < 0.75:
         chosen -= _INFINITE  # or large and shifted values would hardly ever come about
     if chosen & _INFINITE:
         chosen.discard(MASSIVE)
