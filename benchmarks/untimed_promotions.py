@@ -59,7 +59,7 @@ class Work:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a file of verdicts names it by."""
+        """Name of it in a file of verdicts."""
         return self.solution, self.workload.uuid
 
 
@@ -93,7 +93,7 @@ def may_run(solution: SolutionFiles, device: str) -> bool:
 
 @dataclass
 class Running:
-    """What the works of one process share."""
+    """State that the works of one process share."""
 
     catalog: Catalog
     device: str

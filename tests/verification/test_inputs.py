@@ -139,7 +139,7 @@ def test_vector_kind_varies_by_seed_unless_rows_would_drown(operator):
     [
         ("tiny", lambda x: x.abs().max() < 0.2),
         ("large", lambda x: x.abs().max() > 20),
-        ("shifted", lambda x: x.mean().abs() > 3 * x.std()),
+        ("shifted", lambda x: (x.mean(1).abs() > 2.5 * x.std(1)).all()),
         ("channels", lambda x: x.abs().amax(0).max() > 2.5 * x.abs().amax(0).median()),
         ("sparse", lambda x: (x == 0).float().mean() > 0.8 and (x == 0).all(dim=1).any()),
         ("sorted_rows", lambda x: (x.diff(dim=1) >= 0).all() or (x.diff(dim=1) <= 0).all()),

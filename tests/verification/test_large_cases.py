@@ -39,6 +39,15 @@ def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
     assert axes[4]["M"] * axes[4]["N"] >= 1 << 20
 
 
+def test_a_limit_within_any_factor_of_two_has_rows(operator):
+    drawn, hits = random.Random(1), []
+    for seed in range(8):
+        rows = [one.case.call.axes["M"] for one in large(operator(independent_axes=["M"]), seed=seed)]
+        starts = [2 ** drawn.uniform(10, 16) for _ in range(100)]
+        hits += [any(start < count < 2 * start for count in rows) for start in starts]
+    assert sum(hits) / len(hits) >= 0.92
+
+
 def test_large_sizes_are_whole_batches_and_odd_ones(operator):
     sizes = [
         case.case.call.axes["M"] for seed in range(5) for case in large(operator(independent_axes=["M"]), seed=seed)

@@ -24,7 +24,16 @@ from tilegym_db.verification.cases import (
     sibling_of,
     summed_axis,
 )
-from tilegym_db.verification.distributions import DISTRIBUTIONS, HIDES_SCALARS, PLANTED, STEPS, may_overflow, parts_of
+from tilegym_db.verification.distributions import (
+    DISTRIBUTIONS,
+    HIDES_SCALARS,
+    PLANTED,
+    STEPS,
+    may_overflow,
+    parts_of,
+    ranges_of,
+    styles_of,
+)
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import as_written, oracle
@@ -100,6 +109,19 @@ def test_full_set_of_cases_has_a_long_sum_if_a_gradient_is_one(name):
 )
 def test_sum_over_rows_is_only_that_of_a_gradient(name):
     assert summed_axis(CATALOG.definition(name)) is None
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_siblings_have_weights_before_training_and_all_ranges(first, operator):
+    definition = operator()
+    cases = [
+        sibling_of(definition, case, number, {"factor": 2.0}, first)
+        for number, case in enumerate(fuzz(definition, count=24, seed=first))
+    ]
+    styles = [styles_of(definition, case.distribution, case.seed)["weight"] for case in cases]
+    assert styles.count("all_ones") >= 2
+    assert styles.count("all_zeros") >= 2
+    assert {*ranges_of(definition)} <= {*map(base, cases)}
 
 
 @pytest.mark.parametrize("count", [5, 24])

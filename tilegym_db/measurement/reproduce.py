@@ -18,7 +18,7 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.workload import TYPICAL, Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.admission import require_returning_reference
-from tilegym_db.verification.distributions import CONTENTS, MODIFIERS, RAGGED, are_contents
+from tilegym_db.verification.distributions import CONTENTS, MODIFIERS, OF_OTHERS, are_contents
 from tilegym_db.verification.expected import ExpectedCache, OracleCase
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure, WorstErrors
@@ -124,7 +124,7 @@ def _check_contents(definition: Definition, contents: str, scalars: Mapping[str,
         hint = did_you_mean(contents, CONTENTS)
         raise UsageError(
             f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}. Any of "
-            f"+{', +'.join((*MODIFIERS, RAGGED))} may follow.",
+            f"+{', +'.join((*MODIFIERS, *OF_OTHERS))} may follow.",
             code="contents_unknown",
         )
     missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]

@@ -196,7 +196,7 @@ class Worker:
                     self._copy_returned(slot, call())
                     if watch is not None and (number < len(bound) or chance.random() < WATCHED_SHARE):
                         found = [slot[name] for name in self.outputs]
-                        if number < len(bound):
+                        if id(slot) not in first:
                             first[id(slot)] = [value.clone() for value in found]
                         differing += not all(map(same_bytes, first[id(slot)], found))
                     if time.thread_time() - used > seconds or time.monotonic() > deadline:

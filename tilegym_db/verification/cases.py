@@ -377,7 +377,7 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     return demands[:count]
 
 
-def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
+def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar], first: int = 0) -> Case:
     """Return the same shape, layouts and alignment with another range, other positions and other scalars, as in a model.
 
     It needs no further compilation, so it costs one call and one oracle. The range of a long sum stays: values of one sign add
@@ -388,9 +388,10 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
         case: one of :func:`fuzz_cases`.
         number: its index among them; successive cases use successive ranges.
         scalars: of the Workload; continuous ones are varied around these values.
+        first: number of the range of the first case, which is secret, so that each range comes about equally often.
     """
-    names = ranges_of(definition)
-    contents = names[(case.seed + number) % len(names)]
+    names, number = ranges_of(definition), first + number
+    contents = names[number % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
     if case.call.axes.get(summed_axis(definition) or "", 0) >= LONG_SUM[0]:
         contents = "normal"
@@ -426,6 +427,8 @@ _STEPS = (2, 3)
 
 _SHARE_CONTIGUOUS = 0.35
 _SHARE_LAID_OUT = 0.75
+_SHARE_ALONE = 0.3
+"""Share of the cases with one tensor that is not contiguous: a kernel may look at the first input only."""
 _SHARE_PERMUTED, _SHARE_PADDED, _SHARE_ENLARGED = 0.4, 0.5, 0.3
 _SHARE_EXPANDED, _SHARE_STEPPED, _SHARE_SEPARATE = 0.1, 0.2, 0.5
 _SPARE_ELEMENTS = 1 << 17
@@ -513,7 +516,7 @@ def draw_layouts(
 ) -> tuple[Layouts, list[Label]]:
     """Return tensor -> ``strided(...)``, and the properties of these layouts.
 
-    Some tensors stay contiguous, and strides differ. A kernel that confuses the strides of two tensors therefore fails. With
+    Some tensors stay contiguous, or all but one, and strides differ. A kernel that confuses those of two tensors fails. With
     ``rows``, all tensors that may have padded rows have them, and nothing else. A tensor without elements stays contiguous.
     Without ``ties``, no elements of inputs have one address. Properties that are not yet ``covered`` come first.
     """
@@ -531,9 +534,13 @@ def draw_layouts(
         ]
     layouts: Layouts = {}
     labels: list[Label] = []
-    if generator.random() >= _SHARE_CONTIGUOUS:
+    free = [name for name, shape in shapes.items() if choices.classes[name] != CONTIGUOUS and math.prod(shape) > 1]
+    alone = generator.choice(free) if len(free) > 1 and generator.random() < _SHARE_ALONE else None
+    if alone is not None or generator.random() >= _SHARE_CONTIGUOUS:
         for name, shape in shapes.items():
-            if choices.classes[name] == CONTIGUOUS or generator.random() >= _SHARE_LAID_OUT:
+            if choices.classes[name] == CONTIGUOUS or name != (alone or name):
+                continue
+            if alone is None and generator.random() >= _SHARE_LAID_OUT:
                 continue
             strides, found = draw_strides(
                 shape,
@@ -546,7 +553,9 @@ def draw_layouts(
             if strides != contiguous_strides(shape):
                 layouts[name] = spelled(strides)
                 labels += [(_LAYOUT_OF + name, label) for label in found]
-    if generator.random() >= _SHARE_SEPARATE:
+    if alone is not None:
+        labels += [(_LAYOUT_OF + "alone", alone)] if layouts else []
+    elif generator.random() >= _SHARE_SEPARATE:
         ways = [how for how in choices.shared if ties or how != SAME] or [SEPARATE]
         how, shared = _shared(generator.choice(ways), choices, shapes, layouts, dtypes, generator)
         layouts |= shared

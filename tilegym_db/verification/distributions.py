@@ -35,8 +35,13 @@ MASSIVE = "massive"
 """Modifier on which it may overflow too (:func:`may_overflow`)."""
 ILL_CONDITIONED = frozenset({ROW_SCALE, "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
-EXTREME = frozenset({"large", "channels", "shifted"})
+SHIFTED = "shifted"
+EXTREME = frozenset({"large", "channels", SHIFTED})
 """Contents that at most one input of a call has."""
+SAME_VALUE, ALL_ONES, ALL_ZEROS = "same_value", "all_ones", "all_zeros"
+"""Styles of a weight that has one value in all places: any, or what it has before training."""
+ONES, ZEROS = "ones", "zeros"
+"""Modifiers of weights: one of them, and others perhaps, are all ones or all zeros, as before training."""
 BELOW, ABOVE, BELOW_ALONE = "below", "above", "below_alone"
 """Styles of far values: of the first matrix, of others, and of the only one."""
 MODERATE = frozenset({"normal", "constant_rows", "one_hot", "ties", "tiny", "sparse", "sorted_rows"})
@@ -113,20 +118,33 @@ def _between(generator: torch.Generator, low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand(1, generator=generator, device=generator.device))
 
 
+def _to_the_end(generator: torch.Generator, low: float, high: float) -> float:
+    """Return the end of a range in every second case, as a limit anywhere within it then shows, and else any number."""
+    return high if _between(generator, 0, 1) < 0.5 else _between(generator, low, high)
+
+
 def _tiny(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     down, _ = _decades(dtype)
-    return _normal(generator, shape, dtype) * 10 ** -_between(generator, down / 4, down)
+    return _normal(generator, shape, dtype) * 10 ** -_to_the_end(generator, down / 4, down)
 
 
 def _large(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     _, up = _decades(dtype)
-    return _normal(generator, shape, dtype) * 10 ** _between(generator, up / 3, up)
+    return _normal(generator, shape, dtype) * 10 ** _to_the_end(generator, up / 3, up)
 
 
 def _shifted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return values whose mean is many times their deviation, so that E[x**2] is not the variance."""
-    shift = _between(generator, 4.0, 30.0) * (1 if _between(generator, -1.0, 1.0) > 0 else -1)
-    return _normal(generator, shape, dtype) + shift
+    """Return values whose mean is many times their deviation, so that E[x**2] is not the variance.
+
+    Rows of most matrices differ in their mean and its sign. Those of keys do not: scores far apart would make a softmax
+    ill-conditioned.
+    """
+    shift = torch.tensor(_to_the_end(generator, 4.0, 30.0), device=generator.device)
+    sign = 1 if _between(generator, -1.0, 1.0) > 0 else -1
+    if len(shape) == _MATRIX and _between(generator, 0, 1) < 0.75:
+        each = torch.rand((shape[0], 1), generator=generator, device=generator.device) * 2 - 1
+        shift = each.sign() * (4.0 + (shift - 4.0) * each.abs())
+    return _normal(generator, shape, dtype) + sign * shift
 
 
 def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +240,20 @@ def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
     return 1 + 0.1 * _normal(generator, shape, dtype)
 
 
+def _same(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return one value for all elements."""
+    value = torch.randn((), generator=generator, device=generator.device)
+    return torch.full(shape, float(value), device=generator.device)
+
+
+def _specks(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return normal values of which a quarter are zeros of both signs and subnormal numbers, as after pruning."""
+    value, tiny = _normal(generator, shape, dtype), torch.finfo(dtype).tiny
+    specks = torch.tensor((0.0, -0.0, tiny / 2, -tiny / 4), device=generator.device)
+    kind = torch.randint(0, 4 * len(specks), shape, generator=generator, device=generator.device)
+    return torch.where(kind < len(specks), specks[kind % len(specks)], value)
+
+
 def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
     """Put one of each special value of the operator at a random place, and set one row to -inf.
 
@@ -260,7 +292,7 @@ RANGES: dict[str, Draw] = {
     VARIED: _normal,  # for operators without inputs that could vary
     "tiny": _tiny,
     "channels": _channels,
-    "shifted": _shifted,
+    SHIFTED: _shifted,
     "sparse": _sparse,
     "large": _large,
     "sorted_rows": _sorted_rows,
@@ -271,6 +303,10 @@ CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps, FAR_
 STYLES: dict[str, Draw] = {
     **CONTENTS,
     "unit": _unit,
+    SAME_VALUE: _same,
+    ALL_ONES: lambda generator, shape, dtype: torch.ones(shape, device=generator.device),
+    ALL_ZEROS: lambda generator, shape, dtype: torch.zeros(shape, device=generator.device),
+    "specks": _specks,
     BELOW: _far(-1, (6, 7)),
     ABOVE: _far(1, (6, 7), differing=-2),
     BELOW_ALONE: _far(-1, (14, 17), differing=-1),
@@ -288,6 +324,8 @@ Modify = Callable[[torch.Tensor, torch.Generator, random.Random, torch.dtype], N
 
 RAGGED = "ragged"
 """Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
+OF_OTHERS = (RAGGED, ONES, ZEROS)
+"""Modifiers of other inputs than matrices of numbers."""
 NAN_ROWS = "nan_rows"
 BLANK = "blank"
 EDGES = (16, 32, 64, 128, 256)
@@ -439,7 +477,7 @@ def parts_of(contents: str) -> tuple[str, tuple[str, ...]]:
 def are_contents(contents: str) -> bool:
     """Return True for a known distribution, with any known modifiers."""
     distribution, modifiers = parts_of(contents)
-    return distribution in CONTENTS and all(name in MODIFIERS or name == RAGGED for name in modifiers)
+    return distribution in CONTENTS and all(name in MODIFIERS or name in OF_OTHERS for name in modifiers)
 
 
 def may_overflow(contents: str) -> bool:
@@ -476,6 +514,8 @@ def with_modifiers(
     if distribution in (EXACT, STEPS, FAR_BELOW):
         return distribution
     allowed, drawn = allowed_modifiers(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
+    if distribution == SHIFTED and drawn.random() < 0.5:
+        allowed = []  # nearly all of them change the mean or the deviation of rows
     chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
     if allowed and turn is not None:
         chosen.add(allowed[turn % len(allowed)])
@@ -484,10 +524,16 @@ def with_modifiers(
         chosen.add(PADDED)
     if wide and BLANK in allowed and "equal_rows" not in chosen and drawn.random() < _BLANK_SHARE:
         chosen.add(BLANK)
+    if chosen & _INFINITE and distribution not in MODERATE and drawn.random() < 0.75:
+        chosen -= _INFINITE  # or large and shifted values would hardly ever come about
     if chosen & _INFINITE:
         chosen.discard(MASSIVE)
         distribution = distribution if distribution in MODERATE else "normal"
-    return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
+    if turn is not None and _weights(definition):
+        chosen |= (
+            {ONES} if turn % _WEIGHTS_EVERY == 0 else {ZEROS} if turn % _WEIGHTS_EVERY == _WEIGHTS_EVERY // 2 else set()
+        )
+    return "+".join((distribution, *(name for name in (*MODIFIERS, *OF_OTHERS) if name in chosen)))
 
 
 def has_wide_rows(definition: Definition, axes: Mapping[str, int]) -> bool:
@@ -563,15 +609,16 @@ def _is_floating(definition: Definition, name: str) -> bool:
 
 
 def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, tuple[str, ...]]:
-    """Return input -> the modifiers of its values: all of them for one input, and equal rows for half of the others."""
+    """Return input -> the modifiers of its values: all for one input, equal rows and zero tiles also for half of the others."""
     _, modifiers = parts_of(contents)
     names = _targets(definition) if modifiers else []
     if not names:
         return {}
     drawn = _drawn(seed, "modified")
     one = drawn.choice(names)
-    found = {name: ("equal_rows",) for name in names if "equal_rows" in modifiers and drawn.random() < 0.5}
-    return found | {one: tuple(name for name in modifiers if name != RAGGED)}
+    shared = [name for name in ("equal_rows", BLANK) if name in modifiers]
+    found = {name: tuple(shared) for name in names if shared and drawn.random() < 0.5}
+    return found | {one: tuple(name for name in modifiers if name in MODIFIERS)}
 
 
 def modified(
@@ -623,7 +670,9 @@ ROUND_SCALARS = 0.3
 """Share of varied scalars that become one, a power of two or ten, or a whole number: code often treats these apart."""
 HIDES_SCALARS = frozenset({EXACT, "subnormals", "one_hot", "max_quarter", ROW_SCALE})
 """Distributions on which a wrong scalar may not show: scalars stay, results are zero or flushed, or the reference fails."""
-_WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
+_WEIGHTS = ("normal", "unit", SAME_VALUE, "specks", "channels", "large", "tiny", "shifted")
+_WEIGHTS_EVERY = 8
+"""Of so many siblings, one has weights of ones and one has weights of zeros: more would let too many cases prove nothing."""
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
 
@@ -712,7 +761,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
     range. At most one input of a case has extreme contents, because otherwise products and exponentials lose all information.
     """
     drawn = _drawn(seed, "styles")
-    distribution, _ = parts_of(distribution)
+    distribution, modifiers = parts_of(distribution)
     names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
     matrices = [name for name in names if len(definition.inputs[name].shape or ()) >= _MATRIX]
     extreme = drawn.choice(matrices or names or [""])
@@ -723,6 +772,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
             continue
         if name not in matrices:
             generated = name in definition.input_generators
+            weight = "unit" if generated and weight == SAME_VALUE else weight
             style = EXACT if distribution == EXACT and not generated else "normal" if distribution in _PLAIN else weight
         elif distribution == VARIED:
             style = drawn.choice(sorted(EXTREME)) if name == extreme and drawn.random() < EXTREME_SHARE else ordinary
@@ -735,7 +785,19 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
         else:
             style = distribution
         styles[name] = style
+    untrained = ALL_ONES if ONES in modifiers else ALL_ZEROS if ZEROS in modifiers else None
+    weights = _weights(definition) if untrained is not None else []
+    if untrained is not None and weights:
+        one = drawn.choice(weights)
+        styles |= {name: untrained for name in weights if name == one or drawn.random() < 0.5}
     return styles
+
+
+def _weights(definition: Definition) -> list[str]:
+    """Return the inputs with one dimension that may have any numbers."""
+    names = [name for name in definition.tensor_inputs if len(definition.inputs[name].shape or ()) == 1]
+    names = [name for name in names if name not in (*definition.input_generators, *definition.saved)]
+    return [name for name in names if _is_drawn(definition, name) and _is_floating(definition, name)]
 
 
 def _is_drawn(definition: Definition, name: str) -> bool:

@@ -33,6 +33,8 @@ VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
 LONG_ROWS, VERY_LONG_ROWS = ((1 << 10, 1 << 12), (1 << 12, 1 << 14), (1 << 14, 1 << 16)), ((1 << 16) + 1, 1 << 18)
 WHOLE_SHARE = 0.6
 """Share of sizes that are multiples of a power of two, as batches are; the others are odd, and often primes."""
+MOST_IN_EACH_OCTAVE = 2
+"""Maximum number of axes that have a case in every octave of rows."""
 COMPOSITES, COMPOSITE_SHARE = (20160, 3360, 1440), 0.2
 """Sizes that nearly every tile divides, such as 96, 144 or 320, and the share of sizes that are multiples of one of them."""
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
@@ -67,6 +69,8 @@ _MAX_MATRICES = 1 << 7
 """Maximum compared matrices, as references of attention loop over them."""
 _MAX_MATRICES_OF_WHOLE = 1 << 11
 _MAX_DRAWN = 1 << 20
+_NEAR = 4
+"""Powers of two by which a multiple is finer in half of the sizes, so that they stay where they were drawn."""
 _COMPARED_ROWS = 64
 _MARKS = (1 << 10, 1 << 15, 1 << 16)
 _NEAR_THE_END, _LAST_ROWS = 4, 256
@@ -132,17 +136,29 @@ def large_cases(
     many, beyond = ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20))
     found = [drawn.case(repeated, octaves[0])]
     found += [drawn.first_case([axis], VERY_MANY_ROWS) for axis in repeated]
-    long = [drawn.case(others, bounds) for bounds in (lengths[0], VERY_LONG_ROWS)]
+    generator.shuffle(others)
+    long = [drawn.in_turn(others, bounds, turn) for turn, bounds in enumerate((lengths[0], VERY_LONG_ROWS))]
     found += long
     found.append(drawn.case(repeated, many, elements=True))
-    found += [drawn.case(repeated, bounds, thin=True) for bounds in octaves[1:]]
-    long += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
+    for turn, bounds in enumerate(octaves):
+        found += [drawn.case([axis], bounds, thin=True) for axis in in_each_octave(definition, repeated, turn)]
+    long += [drawn.in_turn(others, bounds, turn, thin=True) for turn, bounds in enumerate(lengths[1:])]
     found += long[2:]
     found += whole
     tried = [large.case.call.axes for large in (*long, *whole) if large is not None and not large.is_sparse]
     found += drawn.each_long([axis for axis in others if all(axes[axis] < OTHER_SIZES[0] for axes in tried)])
     found += [drawn.case(repeated, beyond, elements=True)] if on_gpu else []
     return [large for large in found if large is not None]
+
+
+def in_each_octave(definition: Definition, repeated: Sequence[str], turn: int) -> list[str]:
+    """Return the axes that have a case in the next octave of rows: those that vary in a model, and one of the others.
+
+    Without any that vary, the others take turns. A kernel may have a limit at some number of tokens, and need not at a width.
+    """
+    varying = [axis for axis in repeated if axis in varying_axes(definition)][:MOST_IN_EACH_OCTAVE]
+    others = [axis for axis in repeated if axis not in varying]
+    return [*varying, *others[turn % len(others) :][:1]] if others and (turn % 2 or not varying) else varying
 
 
 def varying_axes(definition: Definition) -> list[str]:
@@ -167,7 +183,7 @@ class _Large:
     on_gpu: bool
     generator: random.Random
     start: float
-    """Share of the decades that the scalars of the first case grow by."""
+    """Share of the decades that the scalars of the first case grow by, and place in each octave of rows."""
     shared: dict[Sequence[str], list[dict[str, int]]] = field(default_factory=dict)
     """Kinds of sizes -> sets of sizes of all axes that a case was made with."""
     several: Collection[str] = ()
@@ -226,6 +242,13 @@ class _Large:
         looped = {name for names in (serving.independent if serving is not None else ()) for name in names}
         found = [whole.case([axis], OTHER_SIZES, thin=True) for axis in axes if axis not in looped]
         return [large for large in found if large is not None]
+
+    def in_turn(
+        self, axes: Sequence[str], bounds: tuple[int, int], turn: int, *, thin: bool = False
+    ) -> LargeCase | None:
+        """Return a case in which the next one of the axes is long, or another one if that is not allowed."""
+        first = [axes[turn % len(axes)]] if axes else []
+        return self.case(first, bounds, thin=thin) or self.case(axes, bounds, thin=thin)
 
     def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
         """Return a case within the first of some bounds that allow one."""
@@ -297,14 +320,17 @@ class _Large:
         }
 
     def _size(self, low: float, high: float) -> int:
-        size = int(low * (high / low) ** self.generator.random())
+        is_octave = (low, high) in FEW_ROWS
+        # At the same place of every octave, so that there is one within a factor of two from any number on.
+        size = int(low * (high / low) ** (self.start if is_octave else self.generator.random()))
         steps = [step for step in COMPOSITES if high // step * step >= low]
         if steps and ((low, high) == ALL_TILES or self.generator.random() < COMPOSITE_SHARE):
             step = steps[0] if low > COMPOSITES[0] else self.generator.choice(steps)
             return min(-(-size // step) * step, int(high // step) * step)
         if size < TILES[0] or self.generator.random() >= WHOLE_SHARE:
             return size | 1
-        whole = 1 << self.generator.randint(int(math.log2(TILES[0])), int(math.log2(size)))
+        least, most = int(math.log2(TILES[0])), int(math.log2(size))
+        whole = 1 << self.generator.randint(least, max(most - _NEAR * self.generator.randint(0, 1), least))
         return -(-size // whole) * whole if low > size // whole * whole else size // whole * whole
 
     def _contents(self, is_long: bool) -> tuple[str, float]:

@@ -51,8 +51,12 @@ DRAWN_S = 1.0
 LARGEST_SIZE, LARGEST_ELEMENTS = 1000, 1 << 15
 """Maximum size of the axis, and maximum elements of a tensor; calls of this size take the time of a launch."""
 LONG_RUN_CALLS, LONG_RUN_S, LONG_RUN_SHAPES = 30_000, 0.6, 2
+IN_A_ROW = 2, 40
+"""Range of the number of calls of a shape before the other one has its turn."""
 WARM_UP_CALLS = 200
 """Calls after which memory should not grow any more."""
+THREADS = 4, 8
+"""Range of the number of threads that call at the same time, as in a server with a model for several users."""
 CHAINED_CALLS = 8
 EQUAL_PAIRS = 2
 """Pairs of shapes whose largest input has as many elements."""
@@ -313,9 +317,10 @@ def _rounds(
         failure = memory.play(first, first, "with other first inputs and the same last ones")
     if isinstance(failure, Failure):
         return failure
-    failure = memory.play([*alone, *first], first, "called by two threads", threads=2)
+    threads = drawn.randint(*THREADS)
+    failure = memory.play([*alone, *first], first, f"called by {threads} threads", threads=threads)
     if not isinstance(failure, Failure):
-        failure = memory.compare(alone, "called by two threads")
+        failure = memory.compare(alone, f"called by {threads} threads")
     if isinstance(failure, Failure):
         return failure
     calls = _long_run(memory, drawn.sample(first, min(LONG_RUN_SHAPES, len(first))), drawn)
@@ -338,9 +343,10 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
         return before
     on_host, wanted = handle.memory_bytes(), drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS)
     made, reports, differing = list[int](), [before.content], whole_number(warm, "differing")
+    in_a_row = [slot for slot in slots for _ in range(drawn.randint(*IN_A_ROW))]
     for _ in range(2):
         watched = drawn.getrandbits(62) if repeats else None
-        run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2, watched=watched)
+        run = memory.repeat(in_a_row, wanted // 2, seconds=LONG_RUN_S / 2, watched=watched)
         if isinstance(run, Failure):
             return run
         differing += whole_number(run, "differing")

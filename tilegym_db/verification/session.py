@@ -522,7 +522,7 @@ class Verification:
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
         """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
-        fuzz, proving = FuzzOutcome(), list[Pair]()
+        fuzz, proving, first = FuzzOutcome(), list[Pair](), cases[0].seed % 1000 if cases else 0
         queue, helping = CaseQueue((), len(cases)), list[Future[None]]()
 
         def prove() -> None:
@@ -536,7 +536,7 @@ class Verification:
                     if expected is None:
                         fuzz.dropped.append(str(case))
                     else:
-                        other = cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None
+                        other = cache.get(sibling_of(definition, case, number, scalars, first)) if in_turn else None
                         pair = expected, other
                         proving.append(pair)
                     queue.put(pair)
