@@ -378,9 +378,13 @@ class Elapsed(NamedTuple):
 class WallRun:
     """Two runs by the harness's clock, in microseconds: one of ``calls`` calls, and one of three times as many.
 
-    ``null_us`` is the time of an empty request, ``noise_us`` the spread of such requests. ``copies_us`` is the time per
-    call that the worker may spend on copying returned outputs. On a CPU, ``alone_us`` is the minimum time of one call in
-    the long run on an idle machine. ``unstolen_us`` is the same time with an idle host, too.
+    Attributes:
+        calls: those of the short run.
+        short_us, long_us: the times of the two runs.
+        null_us, noise_us: the time of an empty request, and its spread.
+        copies_us: the time a call that the worker may spend on copying returned outputs.
+        alone_us: on a CPU, the least that one call of the long run takes if no other program runs.
+        unstolen_us: the same if no other guest of the host runs either.
     """
 
     calls: int

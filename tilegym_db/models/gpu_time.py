@@ -260,7 +260,7 @@ def module_times(
 
 
 def _between(names: Mapping[Seam, str], begin: Callable[[str], Any], end: Callable[[str], Any]) -> Around:
-    """Return what makes a watched function call ``begin`` and ``end`` with its name around its code."""
+    """Return a wrapper for watched functions: it calls ``begin`` with the name, then the function, then ``end``."""
 
     def around(seam: Seam, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -160,7 +160,7 @@ def state_of(
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is, and how it lies there; of a tensor that consists of others, where these are."""
+    """Return the address, dtype, shape and strides of a tensor; for a subclass that wraps tensors, those of each."""
     if hasattr(tensor, "__tensor_flatten__"):
         return tuple(place_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     if tensor.layout is not torch.strided:

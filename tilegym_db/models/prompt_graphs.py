@@ -420,8 +420,8 @@ def _forward(model: Any, inputs: Mapping[str, Any], **given: torch.Tensor) -> An
 def _why_not_proven(forward: Callable[..., Any], inputs: Mapping[str, Any], size: int, fills: bool) -> str:
     """Return the reason why the graph of a size would not compute what a forward does; empty if it would.
 
-    Other forwards have other tokens at the end: all that a prompt of this size may leave to the filling, and only the last one.
-    What was before must be the same in every bit.
+    Two more forwards change the tokens at the end: once as many as the shortest prompt of this graph leaves to the filling, once
+    the last token alone. Whatever lies before the changed tokens must stay the same in every bit.
     """
     given = _filled_up(inputs, size)
     ids = given[DECODER.ids]

@@ -208,7 +208,7 @@ _FAR_STEPS, _FAR_MOST, _FAR_FACTORS, _FAR_IN_HALF = 128, 640, (1, 2, 3), 8
 
 
 def _far(sign: int, exponents: tuple[int, int], *, differing: int | None = None) -> Draw:
-    """Return a draw of large values of one sign that make scores of which each row has one far above the others.
+    """Return a draw of large values of one sign. In each row of their scores, one score is far above the others.
 
     The indices of a dimension have different sizes, at least a 128th apart, so a softmax of the scores is well-conditioned,
     although float32 has steps of 2**-9 there. Sums of products of such values hardly round.

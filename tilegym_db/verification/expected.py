@@ -314,10 +314,11 @@ class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_affordable(definition: Definition, case: Case, device: str, *, unknown: bool = False) -> bool:
-    """Return True if a reference can be evaluated whole at a case whose one long axis is its largest.
+    """Return True if a reference can be evaluated at a large case without slicing it.
 
-    Two small sizes of that axis show how the steps and the tensors of the reference grow with it: by a loop over tokens, or with
-    the square of their number. Other long axes keep their ratio to it. ``unknown`` is returned if that breaks a constraint.
+    The reference runs at two small sizes of the longest axis. They show how its steps and its memory grow, for example by a loop
+    over tokens, or with their square. Other long axes keep their ratio to it. If the small sizes break a constraint, the answer
+    is ``unknown``.
     """
     axes, efforts = case.call.axes, []
     long = max(definition.var_axes, key=lambda name: axes[name])
