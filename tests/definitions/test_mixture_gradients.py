@@ -44,11 +44,13 @@ def of_experts(forward: Definition, run: Any, given: dict[str, Any]) -> tuple[to
 def test_gradients_of_experts_are_those_of_the_forward(name: str, catalog: Catalog) -> None:
     backward, forward = catalog.definition(f"{name}_backward"), catalog.definition(name)
     mode: Any = Lifted
+    # without the rounding of what the clamp decides on
+    exact = backward.reference.replace("    mantissa, exponent", "    return value\n    mantissa, exponent")
     for given in cases(catalog, backward.name):
         wide = {key: lifted(value) for key, value in given.items()}
         with mode():
             want = of_experts(forward, load_function(forward.reference, forward.name), wide)
-        for value, one in zip(run_lifted(backward, given).values(), want, strict=True):
+        for value, one in zip(run_lifted(backward, given, source=exact).values(), want, strict=True):
             torch.testing.assert_close(value, one, rtol=1e-9, atol=1e-9)
 
 

@@ -33,6 +33,7 @@ STAGES_OF = {
     "relative_bias": {"prefill"},
     "cross_entropy": {"training"},
     "fused_linear_cross_entropy": {"training"},
+    "fused_linear_cross_entropy_x": {"training"},
     "causal_conv1d": {"prefill"},
     "causal_conv1d_bias": {"prefill"},
     "causal_conv1d_update": {"decode"},
