@@ -20,7 +20,7 @@ def _high(value):
 
 @ct.kernel
 def _dropout(x, state, out, least: ct.ScalarInt64, scale: float, TILE: Int):
-    """Scale or drop four elements for each of TILE blocks of Philox; the key is the seed, the counter the block and the offset."""
+    """Scale or drop four elements for each of TILE blocks of Philox: the key is the seed, the counter is block and offset."""
     seed = ct.gather(state, 0)
     offset = ct.gather(state, 1)
     block = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
@@ -53,9 +53,7 @@ def _dropout(x, state, out, least: ct.ScalarInt64, scale: float, TILE: Int):
 _KERNELS = {warps: _dropout.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def run(
-    x: torch.Tensor, state: torch.Tensor, p: float, out: torch.Tensor, *, TILE: int = 512, WARPS: int = 4
-) -> None:
+def run(x: torch.Tensor, state: torch.Tensor, p: float, out: torch.Tensor, *, TILE: int = 512, WARPS: int = 4) -> None:
     """Write out [N] = T(x / (1 - p)), or 0 for an element whose random bits are less than p * 2**32.
 
     x in bfloat16, float16 or float32, of at most 2**31 - 4 * TILE elements; state [2] int64, the seed and the offset. The bits

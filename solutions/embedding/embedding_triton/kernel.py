@@ -1,4 +1,4 @@
-"""Rows of a table of embeddings and the gradient of the table, Triton: tokens are sorted by id, so each row is added up in order."""
+"""Rows of a table of embeddings and its gradient, Triton: tokens are sorted by id, so each row is added up in order."""
 
 import torch
 import triton

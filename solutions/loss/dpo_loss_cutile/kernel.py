@@ -8,7 +8,9 @@ TILE = 256
 
 @ct.kernel
 def _losses(chosen, rejected, ref_chosen, ref_rejected, loss, margin, beta: float):
-    pairs = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)  # gather reads 0 past the end, and scatter writes nothing
+    pairs = ct.bid(0) * TILE + ct.arange(
+        TILE, dtype=ct.int32
+    )  # gather reads 0 past the end, and scatter writes nothing
     of_chosen = ct.gather(chosen, pairs) - ct.gather(ref_chosen, pairs)
     of_rejected = ct.gather(rejected, pairs) - ct.gather(ref_rejected, pairs)
     found = beta * (of_chosen - of_rejected)

@@ -11,6 +11,7 @@ THREADS = 128
 @functools.cache
 @tilelang.jit
 def losses_kernel():
+    """Compile for any number of pairs."""
     N = T.dynamic("N")
 
     @T.prim_func
@@ -42,6 +43,7 @@ def losses_kernel():
 @functools.cache
 @tilelang.jit
 def gradients_kernel():
+    """Compile for any number of pairs."""
     N = T.dynamic("N")
 
     @T.prim_func

@@ -215,7 +215,8 @@ def jsd_backward_kernel(V, dtype, vec, threads, repeat, kind):
                                         far = y - x
                                         expm1(T.min(far, 80.0), exp, small)
                                         log1p(beta * small[0], mixed, above)
-                                        chance = (beta - 1.0) * chance * (above[0] + T.if_then_else(far <= 80.0, 0.0, far - 80.0))
+                                        above[0] += T.if_then_else(far <= 80.0, 0.0, far - 80.0)
+                                        chance = (beta - 1.0) * chance * above[0]
                             result[v] = T.cast(chance * factor, dtype)
                         for v in T.vectorized(vec):
                             grad_student[row, first + i * threads * vec + v] = result[v]

@@ -1,4 +1,4 @@
-"""The heads of a student and a teacher, their divergence and both gradients in chunks of tokens, TileLang: five kernels a chunk."""
+"""The heads of a student and a teacher, their divergence and its gradients in chunks of tokens, TileLang: five kernels each."""
 
 import functools
 
