@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 def run(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int) -> torch.Tensor:
     """ids [M], weight [V, H] -> the row of each id [M, H]."""
-    return F.embedding(ids, weight)
+    return F.embedding(ids, weight, None if padding_idx < 0 else padding_idx)
 
 
 def run_backward(ids: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, padding_idx: int) -> torch.Tensor:
