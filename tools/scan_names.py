@@ -60,7 +60,7 @@ SHORT: dict[str, str] = {
     "size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
     "torch.ops.aten": "silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward native_layer_norm "
-    "native_layer_norm_backward native_group_norm",
+    "native_layer_norm_backward native_group_norm embedding_dense_backward",
     "torch.version": "cuda hip xpu",
     "torch.library": "custom_op triton_op wrap_triton register_fake register_autograd infer_schema CustomOpDef",
     "torch.types": "Device Number",

@@ -38,6 +38,8 @@ WITH_SAVED_TENSORS = [
 """tests/verification/test_saved_tensors.py, and attention below"""
 OF_LOSSES = ["kl_div_backward", "jsd_backward", "grpo_loss_backward", "dpo_loss_backward", "dropout_backward"]
 """tests/definitions/test_losses.py and test_dropout.py"""
+OF_TABLES = ["embedding_backward"]
+"""tests/definitions/test_embedding.py"""
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
     "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",
@@ -49,7 +51,8 @@ Run = Callable[..., Any]
 
 def test_every_backward_is_listed_here_and_fits_its_forward(catalog: Catalog) -> None:
     found = {name: record for name, record in catalog.definitions.items() if record.backward_of}
-    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + OF_MIXTURES + OF_LOSSES + HYPER_CONNECTIONS)
+    listed = BACKWARDS + WITH_SAVED_TENSORS + OF_MIXTURES + OF_LOSSES + OF_TABLES + HYPER_CONNECTIONS
+    assert sorted(found) == sorted(listed)
     for record in found.values():
         assert record.backward_of is not None
         assert backward_problem(catalog.definition(record.backward_of), record) == ""

@@ -186,6 +186,61 @@ def test_jsd_of_banned_columns_is_finite(catalog: Catalog) -> None:
     torch.testing.assert_close(found, torch.tensor([2.0]).log())
 
 
+@pytest.mark.parametrize("name", ["jsd", "jsd_backward"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_banned_columns_count_as_if_they_were_left_out(beta: float, name: str, catalog: Catalog) -> None:
+    torch.manual_seed(0)
+    kept = torch.rand(4, 9) < 0.7
+    kept[:, :2] = True
+    # A column that only one side bans is left out where the loss does not become infinite by it.
+    alone = {0.0: (False, True), 0.3: (True, True), 1.0: (True, False)}[beta]
+    x, y = torch.randn(2, 4, 9).masked_fill(~kept, -INF)
+    x[:, 0] = -INF if alone[0] else x[:, 0]
+    y[:, 1] = -INF if alone[1] else y[:, 1]
+    x, y = torch.log_softmax(x, dim=-1), torch.log_softmax(y, dim=-1)
+    q, p = (value.double().exp().requires_grad_() for value in (x, y))
+    mixture = beta * p + (1 - beta) * q
+    sides = [(p, q)] if beta == 0 else [(q, p)] if beta == 1 else [(p, mixture), (q, mixture)]
+    shares = [1.0] if len(sides) == 1 else [beta, 1 - beta]
+    loss = sum(s * (torch.xlogy(a, a) - torch.xlogy(a, b)).sum(dim=-1) for s, (a, b) in zip(shares, sides, strict=True))
+    (grad,) = torch.autograd.grad(loss.sum(), q)
+    want = torch.where(q == 0, 0.0, grad.nan_to_num() * q) if name == "jsd_backward" else loss
+    factors = (torch.ones(4),) if name == "jsd_backward" else ()
+    for run in functions(catalog, name):
+        found = run(x, y, torch.zeros(4, dtype=torch.long), *factors, beta, IGNORED)
+        torch.testing.assert_close(found.double(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("log_target", [True, False])
+def test_a_column_that_neither_side_has_adds_nothing(log_target: bool, catalog: Catalog) -> None:
+    target = torch.tensor([[1.0, 0.0]])
+    for run in functions(catalog, "kl_div"):
+        assert run(torch.tensor([[0.0, -INF]]), target.log() if log_target else target, log_target).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("ref", [0.0, INF, float("nan")])
+def test_grpo_without_a_divergence_ignores_the_reference_model(ref: float, catalog: Catalog) -> None:
+    logits, labels = torch.tensor([[0.0, 200.0, 3.0], [1.0, 2.0, 3.0]]), torch.tensor([0, 1])
+    numbers = (1.0, 0.0, 0.2, 0.2, IGNORED)
+    old, advantages = torch.tensor([-200.0, -1.0]), torch.tensor([0.7, -0.4])
+    with_zero = functions(catalog, "grpo_loss")[0](logits, labels, old, old, advantages, *numbers)
+    refs = torch.full((2,), ref)
+    for run, run_backward in zip(*(functions(catalog, f"grpo_loss{end}") for end in ("", "_backward")), strict=True):
+        loss, *saved = run(logits, labels, old, refs, advantages, *numbers)
+        torch.testing.assert_close(loss, with_zero[0])
+        grad = run_backward(logits, labels, *saved, old, refs, advantages, torch.ones(2), *numbers)
+        assert grad.isfinite().all()
+        assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("row", [[float("nan"), 1.0], [INF, 0.0], [-INF, -INF]])
+def test_a_token_of_grpo_without_a_loss_is_nan(row: list[float], catalog: Catalog) -> None:
+    one = torch.ones(1)
+    for run in functions(catalog, "grpo_loss"):
+        found = run(torch.tensor([row]), torch.tensor([1]), one, one, one, 1.0, 0.1, 0.2, 0.2, IGNORED)
+        assert all(value.isnan().all() for value in found)
+
+
 def test_dpo_of_equal_answers_is_the_logarithm_of_two(catalog: Catalog) -> None:
     logp = torch.tensor([-10.0, -300.0])
     for run in functions(catalog, "dpo_loss"):

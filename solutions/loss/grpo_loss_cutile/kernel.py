@@ -125,7 +125,8 @@ def _losses(
         first = ratio * advantage
         second = bounded * advantage
         apart = ct.gather(ref_logp, row) - found
-        ct.scatter(loss, row, beta * _over_one(apart) - ct.where(second < first, second, first))
+        divergence = ct.where(beta == 0.0, 0.0, beta * _over_one(apart))  # at beta 0, ref_logp is any numbers
+        ct.scatter(loss, row, divergence - ct.where(second < first, second, first))
         ct.scatter(logp, row, found)
         ct.scatter(row_max, row, top)
         ct.scatter(log_sum, row, rest)
@@ -165,7 +166,8 @@ def _gradients(
         advantage = ct.gather(advantages, row)
         ratio = ct.exp(found - ct.gather(old_logp, row))
         clipped = ((advantage < 0.0) & (ratio < least)) | ((advantage > 0.0) & (ratio > most))
-        factor = ct.where(clipped, 0.0, ratio * advantage) + beta * _expm1(ct.gather(ref_logp, row) - found)
+        pull = ct.where(beta == 0.0, 0.0, beta * _expm1(ct.gather(ref_logp, row) - found))
+        factor = ct.where(clipped, 0.0, ratio * advantage) + pull
         factor = factor * ct.gather(grad_loss, row) * per_temperature
         x = ct.gather(logits, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
         off = ct.where(cols == label, _expm1(found), ct.exp((x - top) * per_temperature - rest))

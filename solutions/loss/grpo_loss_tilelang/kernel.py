@@ -164,6 +164,8 @@ def losses_kernel(V, dtype, pieces):
                     over_one(apart, 1, divergence)
                     ratio = ratio * advantages[row]
                     bounded = bounded * advantages[row]
+                    if beta == 0.0:  # ref_logp is any numbers then
+                        divergence[0] = 0.0
                     loss[row] = beta * divergence[0] - T.if_then_else(bounded < ratio, bounded, ratio)
                     logp[row] = found
                     row_max[row] = top
@@ -234,6 +236,8 @@ def gradients_kernel(V, dtype, vec, threads, repeat):
                 if (factor < 0.0 and ratio < least) or (factor > 0.0 and ratio > most):
                     ratio = 0.0
                 over_one(ref_logp[row] - logp[row], 0, pull)
+                if beta == 0.0:
+                    pull[0] = 0.0
                 over_one(logp[row], 0, of_label)
                 factor = (ratio * factor + beta * pull[0]) * grad_loss[row] * per_temperature
                 for i in T.unroll(repeat):

@@ -125,7 +125,7 @@ def _losses(
     first, second = ratio * advantage, bounded * advantage
     smaller = tl.where((second < first) | (second != second), second, first)
     apart = tl.load(ref_logp_ptr + rows, mask=learned, other=0.0) - logp
-    loss = beta * _over_one(apart) - smaller
+    loss = tl.where(beta == 0, 0.0, beta * _over_one(apart)) - smaller  # at beta 0, ref_logp is any numbers
     tl.store(loss_ptr + rows, tl.where(learned, loss, 0.0), mask=here)
     tl.store(logp_ptr + rows, tl.where(learned, logp, 0.0), mask=here)
     tl.store(row_max_ptr + rows, tl.where(learned, top, 0.0), mask=here)
@@ -168,7 +168,8 @@ def _gradients(
         advantage = tl.load(advantages_ptr + row)
         ratio = tl.exp(logp - tl.load(old_logp_ptr + row))
         clipped = ((advantage < 0) & (ratio < least)) | ((advantage > 0) & (ratio > most))
-        factor = tl.where(clipped, 0.0, ratio * advantage) + beta * _expm1(tl.load(ref_logp_ptr + row) - logp)
+        pull = beta * _expm1(tl.load(ref_logp_ptr + row) - logp)
+        factor = tl.where(clipped, 0.0, ratio * advantage) + tl.where(beta == 0, 0.0, pull)
         factor *= tl.load(grad_loss_ptr + row) * per_temperature
         x = tl.load(x_ptr + row * x_stride + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
         chance = tl.exp((x.to(tl.float32) - top) * per_temperature - log_sum)

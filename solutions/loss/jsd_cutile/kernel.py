@@ -39,8 +39,8 @@ def _log1p(x):
 @ct.function
 def _over_student(far, beta):
     """Return log(m / q) for far = log(p / q). Beyond 80 the exponential ends, and the mixture m is nothing but the teacher p."""
-    near = ct.minimum(far, 80.0)
-    return _log1p(beta * _expm1(near)) + (far - near)
+    over = ct.where(far <= 80.0, 0.0, far - 80.0)
+    return _log1p(beta * _expm1(ct.minimum(far, 80.0))) + over
 
 
 @ct.kernel

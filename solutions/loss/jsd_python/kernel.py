@@ -6,19 +6,24 @@ import torch
 import torch.nn.functional as F
 
 
+def _terms(log_probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the terms of KL(target | log_probs); PyTorch multiplies 0 by infinity where the target has no probability."""
+    return F.kl_div(log_probs, target, reduction="none", log_target=True).masked_fill_(target == -torch.inf, 0.0)
+
+
 def run(
     student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, beta: float, ignore_index: int
 ) -> torch.Tensor:
     """student, teacher [M, V], labels [M] -> the divergence of each token [M] in float32; 0 for an ignored one."""
     x, y = student.float(), teacher.float()
     if beta == 0:
-        terms = F.kl_div(x, y, reduction="none", log_target=True)
+        terms = _terms(x, y)
     elif beta == 1:
-        terms = F.kl_div(y, x, reduction="none", log_target=True)
+        terms = _terms(y, x)
     else:
         mixture = torch.logaddexp(x + math.log1p(-beta), y + math.log(beta))
-        terms = F.kl_div(mixture, y, reduction="none", log_target=True).mul_(beta)
-        terms.add_(F.kl_div(mixture, x, reduction="none", log_target=True), alpha=1 - beta)
+        terms = _terms(mixture, y).mul_(beta)
+        terms.add_(_terms(mixture, x), alpha=1 - beta)
     return terms.sum(dim=-1).masked_fill_(labels == ignore_index, 0.0)
 
 
@@ -41,4 +46,6 @@ def run_backward(
         found = (x - mixture).mul_(x.exp()).mul_(1 - beta)
     grad = torch.empty_like(student, memory_format=torch.contiguous_format)
     torch.mul(found, grad_loss[:, None], out=grad)
+    if beta != 0:  # 0 times infinity
+        grad.masked_fill_(student == -torch.inf, 0.0)
     return grad.masked_fill_((labels == ignore_index)[:, None], 0.0)

@@ -212,10 +212,11 @@ def jsd_backward_kernel(V, dtype, vec, threads, repeat, kind):
                                         chance = chance * (x - y + 1.0)
                                     else:
                                         # Beyond 80 the exponential ends, and the mixture is nothing but the teacher.
-                                        far = T.min(y - x, 80.0)
-                                        expm1(far, exp, small)
+                                        far = y - x
+                                        expm1(T.min(far, 80.0), exp, small)
                                         log1p(beta * small[0], mixed, above)
-                                        chance = (beta - 1.0) * chance * (above[0] + (y - x - far))
+                                        above[0] += T.if_then_else(far <= 80.0, 0.0, far - 80.0)
+                                        chance = (beta - 1.0) * chance * above[0]
                             result[v] = T.cast(chance * factor, dtype)
                         for v in T.vectorized(vec):
                             grad_student[row, first + i * threads * vec + v] = result[v]

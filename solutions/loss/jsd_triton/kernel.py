@@ -33,8 +33,8 @@ def _log1p(x):
 @triton.jit
 def _over_student(far, beta):
     """Return log(m / q) for far = log(p / q). Beyond 80 the exponential ends, and the mixture m is nothing but the teacher p."""
-    near = tl.minimum(far, 80.0)
-    return _log1p(beta * _expm1(near)) + (far - near)
+    over = tl.where(far <= 80.0, 0.0, far - 80.0)
+    return _log1p(beta * _expm1(tl.minimum(far, 80.0))) + over
 
 
 @triton.jit

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 def run(log_probs: torch.Tensor, target: torch.Tensor, log_target: bool) -> torch.Tensor:
     """log_probs, target [M, V] -> the divergence of each row [M] in float32."""
     terms = F.kl_div(log_probs.float(), target.float(), reduction="none", log_target=log_target)
-    if log_target:  # PyTorch multiplies 0 by infinity there
-        terms.masked_fill_(target == -torch.inf, 0.0)
+    terms.masked_fill_(target == (-torch.inf if log_target else 0.0), 0.0)  # PyTorch multiplies 0 by infinity there
     return terms.sum(dim=-1)
 
 
