@@ -188,7 +188,7 @@ class _DefinitionPair:
         again = torch.is_grad_enabled()
         run = load_function(self._forward.reference, self._forward.name)
         with torch.enable_grad(), torch.autocast(inputs[self.differentiated[0]].device.type, enabled=False):
-            # Views, because one input may be computed from another, and each has a gradient of its own.
+            # Views, because one input may be computed from another, and its gradient is apart.
             own = [one.view_as(one) if which in self._gradients else one for which, one in enumerate(inputs)]
             made = run(*own)
         made = made if isinstance(made, tuple) else (made,)

@@ -586,7 +586,7 @@ def _options_in(function: FunctionType) -> frozenset[str] | str:
     return found
 
 
-def read_options(function: FunctionType, of_module: Collection[str]) -> frozenset[str] | str:
+def read_options(function: Any, of_module: Collection[str]) -> frozenset[str] | str:
     """Return the further options that an attention function reads, or the reason if its structure hides what it reads.
 
     Args:
