@@ -94,6 +94,9 @@ def test_a_patch_that_is_proved_captures_the_calls_all_the_same(build: Any) -> N
     assert {site.reason for site in handle.report().sites} == {"nothing is published for cpu"}
 
 
+ATTENTION = ("attention_prefill", "attention_decode", "attention_masked_prefill", "attention_masked_decode")
+
+
 # -- leaves the model again -------------------------------------------------------------------------------------------
 
 
@@ -121,6 +124,38 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
     assert all("calls; it runs the model's own code" in reason for reason in reasons.values())
     handle.unpatch()
     assert classes(model) == before
+
+
+def test_sites_that_nothing_asks_leave_long_after_others(
+    shop: Any, build: Any, prompt: Any, logits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_compiled_code()
+    monkeypatch.setattr(patch_handle, "LONGER", 8)
+    model, ids = build(), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(ops=ATTENTION, smallest=OUT_OF_RANGE), ops=ATTENTION) as handle:
+        run(model, ids, patch_handle.PATIENCE + 7)
+        assert wrapped(model) == {"LlamaAttention"}
+        run(model, ids, 2)
+        assert not wrapped(model)
+        assert torch.equal(logits(model, ids), stock)
+    reasons = {site.definition: site.reason for site in handle.report().sites if site.definition in ATTENTION}
+    assert reasons.pop("attention_prefill").startswith("no kernel could serve any of its first")
+    assert {*reasons.values()} == {patch_handle.NEVER_ASKED}
+
+
+def test_a_site_that_was_asked_does_not_leave_with_others(shop: Any, build: Any, prompt: Any) -> None:
+    forget_compiled_code()
+    model, ids = build(), prompt()
+    catalog = shop.offer(ops=ATTENTION, smallest_of=(("attention_prefill", OUT_OF_RANGE),))
+    with patched(model, catalog=catalog, ops=ATTENTION) as handle, pytest.MonkeyPatch.context() as changed:
+        changed.setattr(patch_handle, "LONGER", 2)
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        run(model, ids, 2 * patch_handle.PATIENCE)
+        assert wrapped(model) == {"LlamaAttention"}
+        before = handle.report().hits()["attention_decode"]
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert handle.report().hits()["attention_decode"] == before + 4
 
 
 def test_a_class_on_top_of_the_patched_one_is_not_forgotten(shop: Any, build: Any, prompt: Any) -> None:

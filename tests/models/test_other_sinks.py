@@ -89,3 +89,49 @@ def test_a_function_that_weighs_sinks_otherwise_is_refused(
     assert {site.reason for site in handle.report().sites if site.kind == "attention_sink"} == {
         f"the results of its probe are not the bits of {name}" for name in OPS
     }
+
+
+@pytest.mark.parametrize("reads", ["an option", "the module"])
+def test_what_no_probe_has_is_left_to_stock(
+    reads: str, shop: Any, prompt: Any, logits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = built("flint"), prompt()
+
+    def by_option(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        scaling: float,
+        s_aux: Any = None,
+        **options: Any,
+    ) -> Any:
+        scaling = scaling if s_aux is None else 2 * scaling
+        key, value = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (key, value))
+        sinks = module.sinks.reshape(1, -1, 1, 1).expand(*query.shape[:-1], 1)
+        scores = torch.cat([query @ key.mT * scaling + attention_mask, sinks], -1)
+        weights = torch.softmax(scores, -1)[..., :-1]
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    def by_module(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float, **options: Any
+    ) -> Any:
+        scaling = scaling if getattr(module, "layer_idx", None) is None else 2 * scaling
+        key, value = (one.repeat_interleave(module.num_key_value_groups, 1) for one in (key, value))
+        sinks = module.sinks.reshape(1, -1, 1, 1).expand(*query.shape[:-1], 1)
+        scores = torch.cat([query @ key.mT * scaling + attention_mask, sinks], -1)
+        weights = torch.softmax(scores, -1)[..., :-1]
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    modeling = sys.modules[type(model.model).__module__]
+    monkeypatch.setattr(modeling, "eager_attention_forward", by_option if reads == "an option" else by_module)
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(ops=OPS), ops=OPS) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    sites = [site for site in handle.report().sites if site.kind == "attention_sink"]
+    texts = {site.reason for site in sites} | {reason for site in sites for reason in site.bypassed}
+    wanted = (
+        "it has the argument s_aux" if reads == "an option" else "its eager attention is not known: it reads layer_idx"
+    )
+    assert any(text.startswith(wanted) for text in texts)

@@ -17,6 +17,7 @@ OP = "attention_bias"
 TOKENS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 COMMON = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
 HEADS, LAYERS, WINDOW = 8, 2, 4
+DROPS = ("attn_dropout", "attention_dropout")
 GPT = {"n_embd": 64, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, **COMMON}
 WIDE = {"hidden_size": 64, "max_position_embeddings": 64, **COMMON}
 CONFIGS = {
@@ -87,17 +88,105 @@ def test_bf16_is_as_near_to_float32_as_stock(name: str, shop: Any, prompt: Any) 
     assert 0 < found <= 1.25 * stock
 
 
-def test_weights_and_dropout_are_left_to_stock(shop: Any, prompt: Any) -> None:
-    model, ids = built("gptj"), prompt()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_and_dropout_are_left_to_stock(name: str, shop: Any, prompt: Any) -> None:
+    model, ids = built(name), prompt()
     with torch.no_grad():
         stock = model(ids, output_attentions=True).attentions
         with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
             assert all(map(torch.equal, model(ids, output_attentions=True).attentions, stock))
-            for layer in model.transformer.h:
-                layer.attn.attn_dropout.p = 0.5
-                layer.attn.attn_dropout.train()
+            for drop in dropouts(model):
+                drop.p = 0.5
+                drop.train()
             model(ids)
     assert dict(row(handle).bypassed) == {WEIGHTS: LAYERS, DROPOUT: LAYERS}
+
+
+def attentions(model: Any) -> list[Any]:
+    """Return the modules that compute attention."""
+    return [module for module in model.modules() if any(name in module._modules for name in DROPS)]
+
+
+def dropouts(model: Any) -> list[torch.nn.Module]:
+    """Return the dropouts of attention weights."""
+    return [module._modules[name] for module in attentions(model) for name in DROPS if name in module._modules]
+
+
+class Doubled(torch.nn.Module):
+    """Something else in place of a dropout."""
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        return 2 * weights
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_reads_or_changes_weights_still_gets_them(name: str, shop: Any, prompt: Any) -> None:
+    model, ids, seen = built(name), prompt(1, 9), list[Any]()
+    with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        first, second = attentions(model)
+        hooks = [
+            first.register_forward_hook(lambda module, args, out: seen.append(out[1])),
+            dropouts(model)[1].register_forward_hook(lambda module, args, out: seen.append(out)),
+        ]
+        logits(model, input_ids=ids)
+        assert [weights.shape for weights in seen] == [(1, HEADS, 9, 9)] * 2
+        for hook in hooks:
+            hook.remove()
+        (drop,) = (name for name in DROPS if name in second._modules)
+        setattr(second, drop, Doubled())
+        found = logits(model, input_ids=ids)
+    torch.testing.assert_close(found, logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+    assert dict(row(handle).bypassed) == {own_attention.HOOKED: 1, own_attention.OTHER_DROPOUT: 2}
+    assert row(handle).counts.kernel_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "served"),
+    [
+        ("gptj", "scale_attn", True),
+        ("codegen", "scale_attn", True),
+        ("gpt_neox_japanese", "norm_factor", True),
+        ("bloom", "inv_norm_factor", True),
+        ("bloom", "beta", False),
+    ],
+)
+def test_numbers_that_change_after_the_patch_are_used(
+    name: str, attribute: str, served: bool, shop: Any, prompt: Any
+) -> None:
+    model, ids = built(name), prompt(2, 12)
+    before = logits(model, input_ids=ids)
+    with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        for module in attentions(model):
+            setattr(module, attribute, 0.5 * getattr(module, attribute))
+        found = logits(model, input_ids=ids)
+    torch.testing.assert_close(found, logits(model, input_ids=ids), atol=1e-4, rtol=1e-4)
+    assert (found - before).abs().max() > 1e-2
+    assert row(handle).counts.kernel_calls == (LAYERS if served else 0)
+
+
+def test_a_method_that_its_class_gets_later_is_called(shop: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = built("gptj"), prompt()
+    with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        known = hf.models.gptj.modeling_gptj.GPTJAttention._attn
+        monkeypatch.setattr(
+            hf.models.gptj.modeling_gptj.GPTJAttention, "_attn", lambda self, q, k, v, mask: known(self, q, k, -v, mask)
+        )
+        found = logits(model, input_ids=ids)
+    assert torch.equal(found, logits(model, input_ids=ids))
+    assert dict(row(handle).bypassed) == {own_attention.OTHER_METHOD: LAYERS}
+
+
+def test_a_mask_is_spread_once_for_a_size_without_a_kernel(
+    shop: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, spread = built("bloom"), prompt(2, 12), list[int]()
+    stock, own = logits(model, input_ids=ids), own_attention.asked
+    with patched(model, catalog=shop.offer(ops=(OP,), smallest=64), ops=[OP]) as handle:
+        monkeypatch.setattr(own_attention, "asked", lambda *given: (spread.append(1), own(*given))[1])
+        for _ in range(3):
+            assert torch.equal(logits(model, input_ids=ids), stock)
+    assert len(spread) == 1
+    assert dict(row(handle).bypassed) == {own_attention.UNSERVED: 3 * LAYERS - 1}
 
 
 def test_gradients_of_own_attention_are_those_of_stock(shop: Any, prompt: Any, gradients: Any) -> None:

@@ -349,6 +349,12 @@ def test_a_tracer_sees_the_operator(shop: Shop, published: SolutionFiles) -> Non
     assert graph(X, WEIGHT).eq(10).all()
 
 
+def test_a_torchscript_trace_records_the_operator(shop: Shop, published: SolutionFiles) -> None:
+    function = function_of("scale_rows", shop.catalog)
+    traced = torch.jit.trace(lambda x: function(x, WEIGHT, 0.5), (X,), check_trace=False)
+    assert "tilegym_db_ops::scale_rows" in str(traced.graph)  # a kernel would leave a constant
+
+
 def test_an_input_that_is_called_as_the_option_is_refused(shop: Shop) -> None:
     shop.define(
         "odd",

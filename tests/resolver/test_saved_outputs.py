@@ -47,10 +47,34 @@ def training(shop: Any) -> Any:
 def test_saved_output_of_the_kernel_reaches_the_backward(training: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out, size = training.ask((x,), training=True)
-    assert float(size.min()) >= 1000  # the kernel's own, not the reference's
-    assert not size.requires_grad  # what is only saved has no gradient
+    assert float(size.detach().min()) >= 1000  # the kernel's own, not the reference's
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     torch.testing.assert_close(grad, size[:, None].expand(4, 8))
+
+
+def stated(x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sum of both outputs: size is the sum of magnitudes, which the backward saves."""
+    size = x.detach().abs().sum(-1)
+    return size[:, None] + (x.detach().sum(-1) + 1)[:, None] * x.detach().sign()
+
+
+def test_gradient_of_a_saved_output_is_not_lost(shop: Any, training: Any) -> None:
+    function = operator_function(shop.definition("sized"), shop.catalog)
+    x = torch.randn(4, 8, requires_grad=True)
+    out, size = function(x)
+    assert float(size.detach().min()) >= 1000  # the kernel's own
+    (grad,) = torch.autograd.grad(out.sum() + size.sum(), x, retain_graph=True)
+    torch.testing.assert_close(grad, stated(x))
+    (alone,) = torch.autograd.grad(size.sum(), x)
+    torch.testing.assert_close(alone, x.detach().sign())
+
+
+def test_second_derivative_passes_through_a_saved_output(training: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out, _ = training.ask((x,), training=True)
+    (first,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 8 * x.detach().sign())
 
 
 def test_saved_output_overwritten_before_backward_raises(training: Any) -> None:
@@ -65,7 +89,7 @@ def test_operator_function_has_the_gradients_of_kernels(shop: Any, training: Any
     function = operator_function(shop.definition("sized"), shop.catalog)
     x = torch.randn(4, 8, requires_grad=True)
     out, size = function(x)
-    assert float(size.min()) >= 1000
+    assert float(size.detach().min()) >= 1000
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     torch.testing.assert_close(grad, size[:, None].expand(4, 8))
 
@@ -75,9 +99,7 @@ def test_operator_without_a_kernel_has_those_of_autograd(shop: Any, training: An
     x = torch.randn(4, 9, requires_grad=True)  # nothing is published for nine columns
     out, size = function(x)
     (grad,) = torch.autograd.grad(out.sum() + size.sum(), x)
-    size = x.detach().abs().sum(-1)
-    want = size[:, None] + (x.detach().sum(-1) + 1)[:, None] * x.detach().sign()
-    torch.testing.assert_close(grad, want)
+    torch.testing.assert_close(grad, stated(x))
 
 
 def test_kernel_serves_the_gradient_of_a_sum_of_losses(shop: Any) -> None:

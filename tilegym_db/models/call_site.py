@@ -169,6 +169,7 @@ class CallSite:
             self.bypass(TRACED)
         elif not self.is_open:
             self.bypass(self.closed)
+            self.unserved()
         else:
             return False
         return True

@@ -45,6 +45,8 @@ from tilegym_db.resolver.hot_path import Allocate, allocate_of, replayed
 
 PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""
+LONGER = 256
+"""Forwards after which a forward leaves the model if a site of it has left and nothing ever asked the others."""
 NOTHING_PROVED = "verification proved nothing: the model made no call that asks for a kernel; the rows above say why."
 SHARED = "another part of the same forward is patched"
 IN_GRAPHS = "a library call in eager code; in graphs of generate, the rows of products say what computes it"
@@ -348,28 +350,34 @@ class Handle:
             if site is not None and reason and site.give_up is not None:
                 self._given_up[site] = reason
                 site.close(reason)
-                site.give_up(site)
+                site.patience = site.give_up(site)
 
     def _giving_up(self, installed: _Installed) -> Callable[[CallSite], int]:
         """Return what a call site does after too many calls without a kernel: close, and remove the forward after the last.
 
-        It stays while compiled code may depend on the class of a module, and while a CUDA graph is being captured.
+        Sites that nothing asked, such as those of steps and masks in a vision tower, leave long after the one beside them.
+        The forward stays while compiled code may depend on the class of a module, and while a CUDA graph is being captured.
         """
         handle = weakref.ref(self)
 
         def give_up(site: CallSite) -> int:
+            reasons = dict[CallSite, str]()
             if site.is_open:
                 reasons = why_given_up(site)
                 if not reasons:
                     return 0
-                if has_compiled_code() or device.is_capturing():
-                    return len(installed.modules)
-                site.close(reasons[site])
-                owner = handle()
-                if owner is not None:
-                    owner._given_up.update(reasons)
-            if not any(one.is_open for one in installed.sites):
-                _remove(installed, handle())
+            elif site.patience == 0:  # it left long ago; at patch time, patience is not over
+                reasons = {one: NEVER_ASKED for one in installed.sites if is_never_asked(one)}
+            if reasons and (has_compiled_code() or device.is_capturing()):
+                return len(installed.modules)
+            owner = handle()
+            for one in {site, *reasons} & {*installed.sites}:
+                one.close(reasons.get(one, site.closed))
+            if owner is not None:
+                owner._given_up.update(reasons)
+            if any(one.is_open for one in installed.sites):
+                return LONGER * len(installed.modules)
+            _remove(installed, owner)
             return 0
 
         return give_up
@@ -451,6 +459,7 @@ def _shadowed(
 # A call site leaves a model after many calls without a kernel: the reasons, and the moments when it may.
 
 NEVER_MATCHED = "no kernel could serve any of its first {} calls; it runs the model's own code"
+NEVER_ASKED = "no call asked it while the operator beside it left the model; the model's own code runs"
 NEVER_FOLLOWED = "the operator after it served none of its first {} calls; the model's own code runs"
 
 
@@ -470,6 +479,13 @@ def why_given_up(site: CallSite) -> dict[CallSite, str]:
     waited = max(calls, before.calls)
     reason = NEVER_FOLLOWED if before.kernel_calls else NEVER_MATCHED
     return {site: NEVER_MATCHED.format(waited), site.before: reason.format(waited)}
+
+
+def is_never_asked(site: CallSite) -> bool:
+    """Return True if no call has come to an open site, whether a kernel might serve it or not."""
+    counts = [] if site.dispatcher is None else [site.dispatcher.report()]
+    counts += () if site.training is None else site.training.reports()
+    return site.is_open and not site.bypassed and not any(one.calls for one in counts)
 
 
 def has_compiled_code() -> bool:

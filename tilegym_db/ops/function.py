@@ -30,7 +30,7 @@ from tilegym_db.verification.oracle import load_function, name_outputs
 # Python source, so that a compiler can look inside. It contains only names of inputs, which are identifiers.
 _TEMPLATE = """\
 def {called}({parameters}, *, backend="auto"):
-    if _is_compiling() or _dispatch_modes():
+    if _is_compiling() or _dispatch_modes() or _jit_tracing():
         return _traced(({parameters},), backend)
     return _operator(({parameters},), backend)
 """
@@ -60,6 +60,7 @@ def operator_function(definition: Definition, catalog: Catalog) -> Callable[...,
     namespace: dict[str, Any] = {
         "_is_compiling": torch.compiler.is_compiling,
         "_dispatch_modes": torch._C._len_torch_dispatch_stack,
+        "_jit_tracing": torch._C._is_tracing,
         "_traced": traced,
         "_operator": operator,
     }

@@ -6,8 +6,10 @@ If an input is overwritten before the backward, PyTorch raises an error, as for 
 
 The stock solution of the backward Definition computes gradients that no kernel serves after all (unexpected strides, a kernel
 that raised). Gradients that are differentiated again (``create_graph=True``) come from its reference. A reference consists of
-operations that autograd can differentiate, and a stock solution may call others. Saved outputs without a gradient are computed
-again then, by the reference of the forward, if the backward has all of its inputs.
+operations that autograd can differentiate, and a stock solution may call others.
+
+A backward may know no gradient of an output that it only saves, such as the logarithm of a sum. If the caller goes on with such
+an output, autograd computes all gradients of the call from the reference of the forward.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tilegym_db.catalog import Catalog, stock_of
-from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.call import gradient_outputs, in_training_problem
 from tilegym_db.records.definition_rules import GRADIENT
@@ -141,7 +142,6 @@ class _DefinitionPair:
         self._stock = stock
         self._definition = backward
         self._forward = forward
-        self._constants = _kept_constants(forward, backward)
         self._arguments = [
             _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
             if name.startswith(GRADIENT)
@@ -150,38 +150,55 @@ class _DefinitionPair:
             else _Argument("input", inputs.index(name))
             for name in backward.inputs
         ]
-        self.kept = tuple(argument for argument in self._arguments if argument.source != "gradient")
-        self.constant = tuple(
+        self._unknown = tuple(
             set(range(len(outputs))) - {which for source, which in self._arguments if source == "gradient"}
         )
+        self._inputs = [_Argument("input", which) for which in range(len(inputs))] if self._unknown else []
+        kept = (argument for argument in self._arguments if argument.source != "gradient")
+        self.kept = tuple(dict.fromkeys((*kept, *self._inputs)))
 
-    def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
-        """Return position of an input -> its gradient, from the kept values of the call and the gradients of the outputs."""
-        given = [_whole(grads[item.position]) if item.source == "gradient" else kept[item] for item in self._arguments]
+    def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any], like: Sequence[Any]) -> Mapping[int, Any]:
+        """Return position of an input -> its gradient.
+
+        Args:
+            kept: the values of the call that the pair keeps.
+            grads: the gradients of the outputs; None for an output that nothing was computed from.
+            like: the shape, dtype and device of each output.
+        """
+        known = [grad for grad in grads if grad is not None]
+        if not known:
+            return {}
+        if any(grads[which] is not None for which in self._unknown):
+            return self._by_autograd([kept[item] for item in self._inputs], grads)
+        given = [
+            _whole(grads[item.position], *like[item.position]) if item.source == "gradient" else kept[item]
+            for item in self._arguments
+        ]
         found = None
-        if not torch.is_grad_enabled() and not _is_watched(grads):
+        if not torch.is_grad_enabled() and not _is_watched(known):
             found = self.serve_gradients(*given)
         if found is None:
-            with torch.autocast(grads[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
-                found = self._code_of_gradients()(*self._differentiable(given))
+            with torch.autocast(known[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
+                found = self._code_of_gradients()(*given)
         made = found if isinstance(found, tuple) else (found,)
         return {which: made[place] for which, place in self._gradients.items()}
 
-    def _differentiable(self, given: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of a backward; if gradients are enabled, autograd can differentiate all of them."""
-        if not torch.is_grad_enabled() or not self._constants:
-            return given
-        known = dict(zip(self._definition.inputs, given, strict=True))
-        if not known.keys() >= self._forward.inputs.keys():
-            raise UsageError(
-                f"{self._definition.name} has no second derivative, as it keeps outputs without a gradient. "
-                "Leave out create_graph, or patch without this operator (ops=...).",
-                code="second_derivative_absent",
-            )
+    def _by_autograd(self, inputs: Sequence[Any], grads: Sequence[Any]) -> Mapping[int, Any]:
+        """Return the gradients of all outputs, from the operations of the forward's reference."""
+        again = torch.is_grad_enabled()
         run = load_function(self._forward.reference, self._forward.name)
-        made = run(*(known[name] for name in self._forward.inputs))
-        outputs = dict(zip(self._forward.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-        return [outputs[name] if name in self._constants else value for name, value in known.items()]
+        with torch.enable_grad(), torch.autocast(inputs[self.differentiated[0]].device.type, enabled=False):
+            # Views, because one input may be computed from another, and its gradient is apart.
+            own = [one.view_as(one) if which in self._gradients else one for which, one in enumerate(inputs)]
+            made = run(*own)
+        made = made if isinstance(made, tuple) else (made,)
+        pairs = [(one, grad) for one, grad in zip(made, grads, strict=True) if grad is not None and one.requires_grad]
+        wanted = [own[which] for which in self.differentiated]
+        if not pairs:
+            return {}
+        outputs, factors = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, wanted, factors, create_graph=again, allow_unused=True)
+        return dict(zip(self.differentiated, found, strict=True))
 
     def _code_of_gradients(self) -> Callable[..., Any]:
         """Return code of PyTorch operations; autograd can differentiate it if gradients are enabled."""
@@ -190,8 +207,13 @@ class _DefinitionPair:
         return load_verified(self._stock, self._stock.digest)
 
 
-def _whole(grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of one number a row as a tensor in memory: a sum of losses hands on one number, expanded."""
+def _whole(grad: torch.Tensor | None, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a gradient of one number a row as a tensor in memory, and zeros for none.
+
+    A sum of losses hands on one number, expanded.
+    """
+    if grad is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
     return grad.contiguous() if grad.dim() == 1 and not _dispatch_modes() else grad
 
 
@@ -212,18 +234,18 @@ class _Call(torch.autograd.Function):
         if outputs is not None:
             made = outputs if isinstance(outputs, tuple) else (outputs,)
             values = {item: (inputs if item.source == "input" else made)[item.position] for item in way.kept}
-            ctx.way = way
+            ctx.way, ctx.like = way, [(one.shape, one.dtype, one.device) for one in made]
             ctx.numbers = {item: value for item, value in values.items() if not isinstance(value, torch.Tensor)}
             ctx.tensors = tuple(item for item in way.kept if item not in ctx.numbers)
             ctx.save_for_backward(*(values[item] for item in ctx.tensors))
-            ctx.mark_non_differentiable(*(made[which] for which in way.constant))
+            ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Return the gradients of the inputs; with ``create_graph`` they can be differentiated again."""
         kept = {**ctx.numbers, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
-        found = ctx.way.gradients(kept, grads)
+        found = ctx.way.gradients(kept, grads, ctx.like)
         wanted = ctx.needs_input_grad[1:]
         return (None, *(found.get(which) if wanted[which] else None for which in range(len(wanted))))
 
@@ -255,10 +277,3 @@ def training_of(asked: Definition, catalog: Catalog) -> Training | None:
 def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
     stock = stock_of(catalog.solutions_for(backward.name))
     return stock is not None and not stock.record.spec.destination_passing_style
-
-
-def _kept_constants(forward: Definition, backward: Definition) -> frozenset[str]:
-    """Return the saved outputs without a gradient: if they stay constants, a second derivative lacks a term."""
-    return frozenset(
-        name for name in backward.saved if GRADIENT + name not in backward.inputs and name in forward.outputs
-    )

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -580,6 +580,18 @@ def other_options(function: Any) -> frozenset[str] | str:
 
 @once_per_function
 def _options_in(function: FunctionType) -> frozenset[str] | str:
+    found = read_options(function, READ_OF_MODULE)
+    if isinstance(found, frozenset) and Sdpa.__name__ not in function.__code__.co_names:
+        return f"it does not call {Sdpa.__name__}"
+    return found
+
+
+def read_options(function: Any, of_module: Collection[str]) -> frozenset[str] | str:
+    """Return the further options that an attention function reads, or the reason if its structure hides what it reads.
+
+    Args:
+        of_module: the attributes of the module that it may read.
+    """
     tree = parsed(function)
     if tree is None:
         return NO_SOURCE
@@ -587,14 +599,12 @@ def _options_in(function: FunctionType) -> frozenset[str] | str:
     rest = tree.args.kwarg.arg if tree.args.kwarg else ""
     if len(others) < POSITIONAL - 1 or tree.args.vararg:
         return "its parameters are not module, query, key, value and mask"
-    if Sdpa.__name__ not in function.__code__.co_names:
-        return f"it does not call {Sdpa.__name__}"
     options = {*others[POSITIONAL - 1 :]}
     for use in _uses(tree, module, rest):
         if use is None:
             return "it passes its module or its options on to other code"
         name, is_of_module = use
-        if is_of_module and name not in READ_OF_MODULE:
+        if is_of_module and name not in of_module:
             return f"it reads {name} of its module"
         if not is_of_module:
             options.add(name)

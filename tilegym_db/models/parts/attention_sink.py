@@ -50,6 +50,7 @@ from tilegym_db.models.parts.attention import (
     has_sinks,
     is_decode,
     match_candidates,
+    read_options,
     seen_registry,
     served_or_stock,
     whole_mask,
@@ -65,6 +66,7 @@ WINDOW = 3
 
 OTHER_TEXT = "another text"
 """Marks a match of which only a probe says that it is one."""
+READ_OF_MODULE = {"num_key_value_groups", "sinks", "training"}
 NO_SINKS = "its module has no sinks"
 NO_MASK = "it has no mask, so its positions see later ones"
 OTHER_NUMBERS = "its mask has no numbers of the dtype of the queries"
@@ -91,6 +93,9 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     mark = fingerprint(eager)
     if mark is None:
         return "its eager attention is no plain function with a source"
+    options = read_options(eager, READ_OF_MODULE)
+    if isinstance(options, str):
+        return f"its eager attention is not known: {options}"
     matches = [match for match in known.nominated(found.kind) if match.definition.name == found.function]
     return MatchCandidates([DefinitionMatch(one, ModelCode(fingerprint=mark), OTHER_TEXT) for one, *_ in matches])
 
@@ -141,7 +146,8 @@ def attention_function(stock: Function, sites: Sites) -> Function:
         stock: the original function, which also returns the weights.
         sites: the call sites.
     """
-    masks = Masks()
+    masks, read = Masks(), read_options(stock, READ_OF_MODULE)
+    others = sorted(read) if isinstance(read, frozenset) else ()  # a text that is stated reads no other
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
@@ -155,7 +161,7 @@ def attention_function(stock: Function, sites: Sites) -> Function:
             return None
         if first is None or first.falls_back(module.training, *tensors):
             return None
-        reason, window = why_stock(module, query, key, value, options), _window(query, options)
+        reason, window = why_stock(module, query, key, value, options, others), _window(query, options)
         mask, scale = options.get("attention_mask"), options.get("scaling")
         if not reason and first is plain:
             reason = masks.why_other(mask, query, key, window)
@@ -192,7 +198,12 @@ def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
 
 
 def why_stock(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: Mapping[str, Any],
+    others: Sequence[str] = (),
 ) -> str:
     """Return the reason if no Definition describes a call of ``eager_attention_forward`` with any mask; empty if one does.
 
@@ -202,7 +213,11 @@ def why_stock(
         key: [B, Hkv, Skv, D].
         value: [B, Hkv, Skv, D].
         options: the other arguments by name.
+        others: those that stock code reads and that no Definition knows. No probe has them.
     """
+    for name in others:
+        if options.get(name) is not None:
+            return f"it has the argument {name}"
     if is_autocast(query):
         return AUTOCAST
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):

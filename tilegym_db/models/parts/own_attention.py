@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, CallSite, is_autocast
+from tilegym_db.models.call_site import AUTOCAST, CallSite, has_hooks, is_autocast
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -40,6 +40,8 @@ from tilegym_db.models.probe import Draw, Probe, are_close, device_of
 from tilegym_db.models.rewrite import parsed
 from tilegym_db.models.upstream_code import fingerprint, of_models, once_per_function, undecorated
 from tilegym_db.records.definition_parts import ModelCode
+from tilegym_db.resolver.device import is_capturing
+from tilegym_db.resolver.hot_path import is_replayed
 
 AFTER = ("cache", "rope")
 """The parts that rewrite other calls of a forward."""
@@ -59,7 +61,14 @@ DIVISOR = 3.0
 
 OTHER_DTYPES = "its queries, keys and values have several dtypes"
 OTHER_ALIBI = "what it adds to scores has no number for each head and key"
+OTHER_FACTOR = "it multiplies what it adds to scores by a number that is not one"
 FEWER_FLAGS = "it has more keys than flags of what a position sees"
+OTHER_METHOD = f"its {METHOD} was replaced"
+OTHER_DROPOUT = "the dropout of its weights was replaced, or has hooks"
+HOOKED = "a hook of the module may read attention weights"
+UNSERVED = "no kernel served the first call of this size, so its mask is not spread over heads again"
+MOST_KINDS = 4096
+"""Number of kinds of calls without a kernel that are remembered, as many as a call site remembers."""
 
 _is_compiling = torch.compiler.is_compiling
 Function = Callable[..., Any]
@@ -70,27 +79,33 @@ class Form(NamedTuple):
     """The treatment of scores by code of a known text.
 
     Attributes:
+        drop: the attribute with the dropout of weights.
         divisor: the attribute that scores are divided by; empty if there is none.
         factor: the attribute that they are multiplied by; empty if there is none.
         divides_mask: the mask is added before scores are divided.
         has_flags: the module keeps flags of what a position sees.
+        one: the attribute that multiplies what is added, which must be one; empty if there is none.
         first, last: the variables of the first and the last statement, for statements in the middle of a forward.
     """
 
+    drop: str
     divisor: str = ""
     factor: str = ""
     divides_mask: bool = False
     has_flags: bool = False
+    one: str = ""
     first: str = ""
     last: str = ""
 
 
 FORMS = {
-    "260ec69ad29ef7e1": Form("scale_attn"),  # GPT-J
-    "0d5dc05d21f48e92": Form(has_flags=True),  # GPT-Neo
-    "26e1956a657e4063": Form("scale_attn", divides_mask=True),  # CodeGen
-    "673bf646a0d71231": Form("norm_factor"),  # GPT-NeoX-Japanese
-    "39ba0bed21346a89": Form(factor="inv_norm_factor", first="attention_scores", last="context_layer"),  # Bloom
+    "260ec69ad29ef7e1": Form("attn_dropout", "scale_attn"),  # GPT-J
+    "0d5dc05d21f48e92": Form("attn_dropout", has_flags=True),  # GPT-Neo
+    "26e1956a657e4063": Form("attn_dropout", "scale_attn", divides_mask=True),  # CodeGen
+    "673bf646a0d71231": Form("attention_dropout", "norm_factor"),  # GPT-NeoX-Japanese
+    "39ba0bed21346a89": Form(
+        "attention_dropout", factor="inv_norm_factor", one="beta", first="attention_scores", last="context_layer"
+    ),  # Bloom
 }
 """Fingerprint of a method, or of a forward with the statements in it -> their form."""
 STATEMENTS = ("query_layer", "key_layer", "value_layer", "attention_mask", "alibi", "batch_size", "q_length")
@@ -255,6 +270,8 @@ def asked(module: Any, form: Form, variables: Sequence[Any]) -> Call | str:
     scale = _scale(module, form)
     if scale is None:
         return SCALE_IS_NO_NUMBER
+    if form.one and getattr(module, form.one, None) != 1:
+        return OTHER_FACTOR
     reason = why_other_numbers(mask, query, key)
     if reason:
         return reason
@@ -317,32 +334,54 @@ def _replace_statements(function: ast.FunctionDef, form: Form) -> None:
     function.body[first : last + 1] = [call]
 
 
-def _drops(module: Any) -> bool:
-    """Return True if a module drops elements at random; a caller may set that for its dropout alone."""
-    return any(isinstance(one, torch.nn.Dropout) and one.training and one.p for one in module._modules.values())
+def why_weights(module: Any, form: Form) -> str:
+    """Return the reason if something may change or read the attention weights, which a kernel never writes; empty if not.
+
+    Stock code returns them unasked, and a caller may set the dropout of weights alone to training.
+    """
+    drop = module._modules.get(form.drop)
+    if type(drop) is not torch.nn.Dropout or has_hooks(drop):
+        return OTHER_DROPOUT
+    if drop.training and drop.p:
+        return DROPOUT
+    return HOOKED if module._forward_hooks else ""
 
 
 def attention_function(site: CallSite, own: Own) -> Function:
     """Return ``attention(module, wants_weights, *variables) -> (values, weights or None)``, which asks for a kernel first."""
     form = own.form
+    unserved: set[Any] = set()
 
     def serve(module: Any, wants_weights: Any, variables: tuple[Any, ...]) -> Any:
-        query, key, value, *_ = variables
+        query, key, value, mask, *_ = variables
         if site.falls_back(module.training, query, key, value):
             return None
-        reason = AUTOCAST if is_autocast(query) else WEIGHTS if wants_weights else DROPOUT if _drops(module) else ""
+        is_known = form.first or (METHOD not in vars(module) and getattr(type(module), METHOD) is own.call)
+        reason = "" if is_known else OTHER_METHOD
+        reason = reason or (AUTOCAST if is_autocast(query) else WEIGHTS if wants_weights else why_weights(module, form))
+        kind = _kind(query, key, value, mask)
+        if not reason and kind in unserved:
+            site.unserved()
+            reason = UNSERVED
         call = reason or asked(module, form, variables)
         if isinstance(call, str):
             site.bypass(call)
             return None
-        return site.ask(module.training, *call)
+        out = site.ask(module.training, *call)
+        if out is None and not (mask.requires_grad or is_capturing()) and len(unserved) < MOST_KINDS:
+            unserved.add(kind)
+        return out
 
     def attention(module: Any, wants_weights: Any, *variables: Any) -> Any:
-        if METHOD in vars(module) and not form.first:  # not the method that was probed
-            return getattr(module, METHOD)(*variables)
         out = None if _is_compiling() else serve(module, wants_weights, variables)
         if out is None:
-            return own.call(module, *variables)
+            return own.call(module, *variables) if form.first else getattr(module, METHOD)(*variables)
         return (out.flatten(0, 1) if form.first else out), None
 
     return attention
+
+
+def _kind(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    """Return what decides which kernel serves a call; its other inputs follow from that, or are numbers of the module."""
+    sizes = (query.shape, query.stride(), key.shape, key.stride(), value.stride(), getattr(mask, "shape", None))
+    return *sizes, query.dtype, query.device, is_replayed()
