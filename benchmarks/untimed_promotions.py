@@ -12,10 +12,10 @@ turns: one of each Definition, then one in another language, then the next workl
 quickly. On a CPU these are Solutions in PyTorch. ``--skip`` leaves out what such files have. What is not judged by the deadline
 is ended and not counted. Exits with 1 if anything honest was refused.
 
-Nearly all of a verdict is compilation, by one processor: 28 to 39 specialisations for the cases, and up to 130 more for successive
-sizes of an axis that a kernel is compiled for. So there should be as many ``--processes`` as processors, nothing else beside
-them, and ``--series`` with a fraction of a second, which leaves that many seconds for each series of sizes, and five times as
-many for all of them. Each line has the seconds by phase. The large cases of each process take its part of the free memory.
+Nearly all of a verdict is compilation, by one processor: 28 to 39 specialisations for the cases, and up to 130 more where a
+kernel is compiled for each size of an axis. So there should be as many ``--processes`` as processors, and nothing else beside
+them. ``--series`` is the number of seconds for each series of sizes; all of them have five times as many. Each line has the
+seconds by phase. The large cases of each process take its part of the free memory.
 """
 
 from __future__ import annotations

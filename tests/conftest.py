@@ -27,7 +27,8 @@ from tilegym_db.paths import shipped_root, use_root
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-with contextlib.suppress(ImportError):  # a machine that only judges cheats needs none; a test that does says what is missing
+# A machine that only judges cheats has none; a test that needs it says so.
+with contextlib.suppress(ImportError):
     import hypothesis
 
     # A busy machine is no failure; and a submission must not fail on an example that its author never saw.

@@ -33,7 +33,9 @@ def test_a_turn_has_each_definition_once_the_quick_ones_first() -> None:
 def test_a_language_that_compiles_longer_counts_for_more() -> None:
     source = {"kernel.py": b"x" * 100}
     solutions = [
-        SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(language=one, entry_path="kernel.py")), sources=source)
+        SimpleNamespace(
+            record=SimpleNamespace(spec=SimpleNamespace(language=one, entry_path="kernel.py")), sources=source
+        )
         for one in ("python", "triton", "cutile")
     ]
     python, triton, cutile = map(compilation, solutions)  # type: ignore[arg-type]
