@@ -44,11 +44,10 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import torch
 from exploits.held_out import CONTROL, held_out_mutants
 from exploits.mutant_judge import REFERENCE, WHOLE, Judge, Target, UnfitSourceError, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
-from in_processes import run_parts, without
+from in_processes import one_thread_each, run_parts, without
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import scratch_folder
@@ -213,7 +212,9 @@ def score_target(
                 score.add(target, mutant, "equivalent", reason)
             else:
                 reached = judge.is_reached(mutant)
-                score.add(target, mutant, "survived" if reached or deadline.passed else "not reached")
+                if deadline.passed:
+                    break  # its worker was ended, which tells nothing
+                score.add(target, mutant, "survived" if reached else "not reached")
     except UnfitSourceError as error:
         if not deadline.passed:
             log = error.failure.log[-500:]
@@ -338,8 +339,7 @@ def main() -> None:
 
 def run_as(options: argparse.Namespace) -> Score:
     """Return the score that the options ask for."""
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+    one_thread_each()
     catalog = Catalog.default()
     which_ones = {"references": not options.kernels, "kernels": not options.references}
     count = len(sources(catalog, options.names, **which_ones))

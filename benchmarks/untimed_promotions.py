@@ -1,16 +1,21 @@
 """How often a promotion refuses what is honest, without clocks: many kernels of a GPU at a time, each judged by all gates.
 
-    python benchmarks/untimed_promotions.py --device cuda:0 --processes 8 --jobs 2 --deadline 225 --out honest.jsonl
-    python benchmarks/untimed_promotions.py --device cuda:0 --processes 8 --jobs 2 --deadline 225 --skip honest.jsonl \
+    python benchmarks/untimed_promotions.py --device cuda:0 --processes 16 --series 0.2 --deadline 225 --out honest.jsonl
+    python benchmarks/untimed_promotions.py --device cuda:0 --processes 16 --series 0.2 --deadline 225 --skip honest.jsonl \
         --out more.jsonl
     python benchmarks/untimed_promotions.py --device cpu rms_norm softmax --total 4 --out honest.jsonl
     python benchmarks/untimed_promotions.py --merge honest.jsonl more.jsonl
 
 ``false_rejects.py`` has whole promotions, with their times, which a GPU takes one after the other. Here a kernel goes through the
 static scan and every case, situation and sequence of a promotion, with fresh secret seeds, at one workload. Kernels come in
-turns: one of each Definition, then one in another language, then the next workload. On a CPU these are Solutions in PyTorch.
-``--skip`` leaves out what such files have. What is not judged by the deadline is ended and not counted. Exits with 1 if
-anything honest was refused.
+turns: one of each Definition, then one in another language, then the next workload. In each turn, those come first that compile
+quickly. On a CPU these are Solutions in PyTorch. ``--skip`` leaves out what such files have. What is not judged by the deadline
+is ended and not counted. Exits with 1 if anything honest was refused.
+
+Nearly all of a verdict is compilation, by one processor: 28 to 39 specialisations for the cases, and up to 130 more where a
+kernel is compiled for each size of an axis. So there should be as many ``--processes`` as processors, and nothing else beside
+them. ``--series`` is the number of seconds for each series of sizes; all of them have five times as many. Each line has the
+seconds by phase. The large cases of each process take its part of the free memory.
 """
 
 from __future__ import annotations
@@ -32,9 +37,8 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
 
-import torch
 from false_rejects import by_size
-from in_processes import run_parts, without
+from in_processes import one_thread_each, run_parts, without
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.plan import fits_a_cpu
@@ -43,11 +47,14 @@ from tilegym_db.records import TILE_LANGUAGES, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox import scan
 from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
+from tilegym_db.verification.phases import INSIDE
 from tilegym_db.verification.session import BaselineCheck, Verification
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
-from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle
+from tilegym_db.verification.worker_handle import PROMOTION, RunnerLimits, WorkerHandle
 
 UNTIMED_PROMOTION = replace(PROMOTION, audited=False)
+COMPILATION = {"triton": 0.2, "cutile": 0.33, "tilelang": 0.33}
+"""Seconds in which a processor compiles ``rms_norm`` for one shape; a longer source takes longer in each of them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,10 @@ class Work:
 
 
 def in_turns(catalog: Catalog, names: Sequence[str], device: str) -> Iterator[Work]:
-    """Yield a Solution of each Definition, then another of each, then all of them at the next workload."""
+    """Yield a Solution of each Definition, then another of each, then all of them at the next workload.
+
+    What compiles quickly comes first in each turn.
+    """
     languages = ("python",) if device == CPU else TILE_LANGUAGES
     found: list[list[Work]] = []
     for place, name in enumerate(names or sorted(catalog.definitions)):
@@ -80,7 +90,14 @@ def in_turns(catalog: Catalog, names: Sequence[str], device: str) -> Iterator[Wo
         shift = place % max(len(solutions), 1)
         found.append([*works[shift:], *works[:shift]])
     for turn in range(max(map(len, found), default=0)):
-        yield from (works[turn] for works in found if turn < len(works))
+        now = [works[turn] for works in found if turn < len(works)]
+        yield from sorted(now, key=lambda work: compilation(catalog.solution(work.solution)))
+
+
+def compilation(solution: SolutionFiles) -> float:
+    """Return about how long one shape of a Solution is compiled, for comparison with others."""
+    spec = solution.record.spec
+    return COMPILATION.get(spec.language, 0.0) * len(solution.sources[spec.entry_path])
 
 
 def may_run(solution: SolutionFiles, device: str) -> bool:
@@ -99,7 +116,7 @@ class Running:
     device: str
     folder: Path
     out: TextIO | None
-    until: float
+    limits: RunnerLimits = field(default_factory=RunnerLimits)
     over: bool = False
     handles: list[WorkerHandle] = field(default_factory=list)
     lines: list[dict[str, object]] = field(default_factory=list)
@@ -116,7 +133,13 @@ class Running:
         """Return a handle that ends with this run."""
         definition = self.catalog.definition(solution.record.definition)
         handle = WorkerHandle(
-            definition, solution, self.device, self.folder / number, UNTIMED_PROMOTION, profiled=False
+            definition,
+            solution,
+            self.device,
+            self.folder / number,
+            UNTIMED_PROMOTION,
+            profiled=False,
+            limits=self.limits,
         )
         with self.lock:
             self.handles.append(handle)
@@ -128,8 +151,8 @@ class Running:
         """Judge one work and write its line, unless the time ended before."""
         if self.over:
             return
-        began, seed = time.monotonic(), secrets.randbits(62)
-        found = self._verdict(number, work, seed)
+        began, seed, phases = time.monotonic(), secrets.randbits(62), dict[str, float]()
+        found = self._verdict(number, work, seed, phases)
         if self.over:
             return
         solution = self.catalog.solution(work.solution)
@@ -144,6 +167,7 @@ class Running:
             "reason": "" if found is None else found.reason,
             "seed": seed,
             "seconds": round(time.monotonic() - began, 1),
+            "phases": phases,
         }
         with self.lock:
             self.lines.append(line)
@@ -151,7 +175,7 @@ class Running:
                 self.out.write(json.dumps(line) + "\n")
                 self.out.flush()
 
-    def _verdict(self, number: int, work: Work, seed: int) -> Failure | None:
+    def _verdict(self, number: int, work: Work, seed: int, phases: dict[str, float]) -> Failure | None:
         solution = self.catalog.solution(work.solution)
         name = solution.record.definition
         hard = scan.hard_findings(scan.scan_sources(solution.record, solution.sources))
@@ -172,13 +196,13 @@ class Running:
         finally:
             baseline.close()
             handle.close()
+        phases |= {part.phase: round(part.seconds, 2) for part in handle.phases.take_spent()}
         return found if isinstance(found, Failure) else None
 
 
 def run(options: argparse.Namespace) -> list[dict[str, object]]:
     """Judge this process's part until the deadline, and return the lines."""
-    if options.device == CPU:
-        torch.set_num_threads(1)
+    one_thread_each()
     catalog = Catalog.default()
     skipped = {(str(line["solution"]), str(line["workload"])) for line in lines_of(options.skip)}
     works = [work for work in in_turns(catalog, options.names, options.device) if work.key not in skipped]
@@ -186,7 +210,8 @@ def run(options: argparse.Namespace) -> list[dict[str, object]]:
     mine = list(islice(works[number::count], options.total and -(-options.total // count)))
     out = options.out.open("w", encoding="utf-8") if options.out else None
     with scratch_folder() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        running = Running(catalog, options.device, folder, out, options.deadline)
+        limits = RunnerLimits(series_s=options.series, device_share=count * options.jobs)
+        running = Running(catalog, options.device, folder, out, limits)
         timer = threading.Timer(min(options.deadline, threading.TIMEOUT_MAX), running.end)
         timer.daemon = True
         timer.start()
@@ -220,7 +245,17 @@ def show(lines: Sequence[dict[str, object]]) -> int:
         f"{judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
         f"{len(refused)} false rejects, {statuses['UNSUPPORTED']} unsupported; {seconds[len(seconds) // 2]} s each (median)"
     )
+    print("; ".join(f"{phase} {share:.0%}" for phase, share in shares(lines).items()))
     return 1 if refused or not judged else 0
+
+
+def shares(lines: Sequence[dict[str, object]]) -> dict[str, float]:
+    """Return the share of each phase in all seconds, the largest first; phases that are parts of others come last."""
+    whole, sums = sum(float(str(line["seconds"])) for line in lines), Counter[str]()
+    for line in lines:
+        found = line.get("phases")
+        sums.update(found if isinstance(found, dict) else {})
+    return {phase: sums[phase] / whole for phase in sorted(sums, key=lambda one: (one in INSIDE, -sums[one]))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="kernels at a time in one process")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--part", type=part_of, default=(0, 1), help="only this part of the work, as 0/4")
+    parser.add_argument("--series", type=float, default=math.inf, help="seconds for each series of sizes")
     parser.add_argument("--total", type=int, help="kernels to judge; as many as there is time for by default")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which the run ends")
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")

@@ -765,7 +765,7 @@ def _check_large_cases(
     fuzz, budget, excused = FuzzOutcome(), MAX_LARGE_BYTES_ON_CPU, 0
     definition, record = handle.definition, handle.solution.record
     if handle.device != CPU:
-        budget = torch.cuda.mem_get_info(handle.device)[0] // COPIES_OF_LARGE
+        budget = torch.cuda.mem_get_info(handle.device)[0] // (COPIES_OF_LARGE * handle.limits.device_share)
     for case in large_cases(
         definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
     ):

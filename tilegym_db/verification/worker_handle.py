@@ -129,6 +129,8 @@ class RunnerLimits:
     """Maximum number of worker processes that share one set of fuzz cases; each may have to compile them."""
     series_s: float = math.inf
     """Maximum seconds of each series of calls with many sizes; the series have shorter limits too."""
+    device_share: int = 1
+    """Number of verifications that share the device's memory: each has its part of it for large cases."""
 
 
 MAX_CPU_SERIES_S = "TILEGYM_DB_MAX_CPU_SERIES_S"
