@@ -132,6 +132,7 @@ def test_sites_that_nothing_asks_leave_long_after_others(
     forget_compiled_code()
     monkeypatch.setattr(patch_handle, "LONGER", 8)
     model, ids = build(), prompt()
+    monkeypatch.setattr(model, "can_generate", lambda: False, raising=False)  # as of a vision tower
     stock = logits(model, ids)
     with patched(model, catalog=shop.offer(ops=ATTENTION, smallest=OUT_OF_RANGE), ops=ATTENTION) as handle:
         run(model, ids, patch_handle.PATIENCE + 7)
@@ -142,6 +143,19 @@ def test_sites_that_nothing_asks_leave_long_after_others(
     reasons = {site.definition: site.reason for site in handle.report().sites if site.definition in ATTENTION}
     assert reasons.pop("attention_prefill").startswith("no kernel could serve any of its first")
     assert {*reasons.values()} == {patch_handle.NEVER_ASKED}
+
+
+def test_sites_of_steps_stay_in_a_model_that_generates(
+    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_compiled_code()
+    monkeypatch.setattr(patch_handle, "LONGER", 8)
+    model, ids = build(), prompt()
+    catalog = shop.offer(ops=ATTENTION, smallest_of=(("attention_prefill", OUT_OF_RANGE),))
+    with patched(model, catalog=catalog, ops=ATTENTION) as handle:
+        run(model, ids, patch_handle.PATIENCE + 20)
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        assert handle.report().hits()["attention_decode"] == 4
 
 
 def test_a_site_that_was_asked_does_not_leave_with_others(shop: Any, build: Any, prompt: Any) -> None:

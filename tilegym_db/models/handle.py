@@ -85,6 +85,8 @@ class Handle:
         self._note = note
         self.required: frozenset[str] = frozenset()
         """What is required of the bits of its kernels."""
+        self.generates = False
+        """The model may generate: sites that no call has asked may be those of its steps."""
         self.undescribed: tuple[Undescribed, ...] = ()
         self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
@@ -355,22 +357,24 @@ class Handle:
     def _giving_up(self, installed: _Installed) -> Callable[[CallSite], int]:
         """Return what a call site does after too many calls without a kernel: close, and remove the forward after the last.
 
-        Sites that nothing asked, such as those of steps and masks in a vision tower, leave long after the one beside them.
+        Sites that nothing asked, such as those of steps and masks in a vision tower, leave long after the one beside them. In a
+        model that generates they stay.
         The forward stays while compiled code may depend on the class of a module, and while a CUDA graph is being captured.
         """
         handle = weakref.ref(self)
 
         def give_up(site: CallSite) -> int:
-            reasons = dict[CallSite, str]()
+            owner, reasons = handle(), dict[CallSite, str]()
             if site.is_open:
                 reasons = why_given_up(site)
                 if not reasons:
                     return 0
-            elif site.patience == 0:  # it left long ago; at patch time, patience is not over
+            elif (
+                site.patience == 0 and owner is not None and not owner.generates
+            ):  # at patch time, patience is not over
                 reasons = {one: NEVER_ASKED for one in installed.sites if is_never_asked(one)}
             if reasons and (has_compiled_code() or device.is_capturing()):
                 return len(installed.modules)
-            owner = handle()
             for one in {site, *reasons} & {*installed.sites}:
                 one.close(reasons.get(one, site.closed))
             if owner is not None:

@@ -238,6 +238,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
     served = PublishedTables(records, "replay" if _has_replays(model, options) else "call")
     handle = Handle()
     handle.required = records.required
+    handle.generates = bool(getattr(model, "can_generate", bool)())
     handle.undescribed = undescribed(model, found)
     handle.newcomers = Newcomers(model)
     try:
