@@ -20,7 +20,7 @@ Size = Annotated[str, Field(pattern=r"^[\w+\-*/() ]+$", max_length=MAX_REASON)]
 
 
 class Drawn(RecordPart):
-    """How a problem draws an input."""
+    """The distribution from which a problem draws an input."""
 
     kind: Literal["normal", "made", "uniform", "integers"]
     low: Int64 | Real | None = None
@@ -47,7 +47,7 @@ class Observed(RecordPart):
 
 
 class Description(Record):
-    """What was observed of a problem, or the reason that nothing was."""
+    """Observations of a problem, or the reason that there are none."""
 
     kind: ClassVar[str] = "description"
     reason: str = ""
