@@ -11,6 +11,7 @@ import typer
 
 from tilegym_db.cli.bench import finish, spelled_words
 from tilegym_db.measurement.plan import BenchReport, Plan
+from tilegym_db.records.verdicts import MACHINE_SLOW
 
 
 @pytest.mark.parametrize("traced", [0, 2])
@@ -76,6 +77,24 @@ def test_run_without_a_pass_shows_the_trace_that_says_why(
     shown = capsys.readouterr().out
     assert "Next: tilegym-db show bbbbbbbb" in shown
     assert "PASSED: " not in shown
+
+
+@pytest.mark.parametrize(("statuses", "expected"), [(("UNSUPPORTED",) * 2, True), (("UNSUPPORTED", "TIMEOUT"), False)])
+def test_after_a_busy_machine_the_same_command_is_next(
+    statuses: tuple[str, ...], expected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    made: list[Any] = [
+        SimpleNamespace(
+            solution="a", language="python", status=status, reason=f"{MACHINE_SLOW}: threads of a waited", tier="screen",
+            performance=None, workload_uuid="w", config={}, failure=None, trace_id=8 * "b", role="kernel",
+        )
+        for status in statuses
+    ]  # fmt: skip
+    with suppress(typer.Exit):
+        finish(BenchReport("run", machine, Plan(), traces=made), as_json=False, again="bench 'a b' --gpu cpu --quick")
+    shown = capsys.readouterr().out
+    assert ("tilegym-db bench 'a b' --gpu cpu --quick" in shown, "tilegym-db show" in shown) == (expected, not expected)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_path_of_a_user_ends_as_expected(user: str, tmp_path: Path) -> None:
             ["tilegym-db debug reproduce a --layout 'x=strided(1)@w+2145' --seed 3"],
         ),
         ("(Next: tilegym-db list)", ["tilegym-db list"]),
+        ("x. Next, once the machine is less busy: tilegym-db bench a --gpu cpu\n", ["tilegym-db bench a --gpu cpu"]),
         ("a table of tilegym-db", []),
     ],
 )

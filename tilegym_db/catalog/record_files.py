@@ -220,7 +220,7 @@ def record_paths(root: Path) -> Iterator[Path]:
         for path in records:
             yield from family_places(path) if path.name == FAMILY_NAME else (path,)
         for path in inside:
-            if path in records or not path.is_dir() or path.name == "__pycache__":
+            if path.suffix == ".json" or path.name == "__pycache__" or not path.is_dir():
                 continue
             # A folder beside records and without a record holds further sources of the family.
             if (path / RECORD_NAME).is_file() or (not records and _holds_something(path)):

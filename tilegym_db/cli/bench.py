@@ -137,7 +137,8 @@ def bench_command(
             observer=progress.observer(),
         )
     asked = spelled_words(names, language=language, workload=workload)
-    finish(report, as_json=as_json, times=times, asked=asked, screens=not verify)
+    again = f"bench{asked}{_spelled_rest(gpu, gpus, executor, definition=definition, quick=quick, verify=verify)}"
+    finish(report, as_json=as_json, times=times, asked=asked, screens=not verify, again=again)
 
 
 def verify_command(
@@ -173,7 +174,9 @@ def verify_command(
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
-    finish(report, as_json=as_json, times=times, asked=spelled_words(names, language=language, workload=workload))
+    asked = spelled_words(names, language=language, workload=workload)
+    again = f"verify{asked}{_spelled_rest(gpu, gpus, executor, quick=quick)}"
+    finish(report, as_json=as_json, times=times, asked=asked, again=again)
 
 
 def _refuse_times(times: Path | None) -> None:
@@ -188,20 +191,37 @@ def spelled_words(names: Sequence[str] | None, **options: str | None) -> str:
     return "".join(f" {shlex.quote(word)}" for word in (*(names or ()), *named))
 
 
+def _spelled_rest(
+    gpu: str, gpus: str | None, executor: str | None, *, definition: str | None = None, **flags: bool
+) -> str:
+    """Return the options that say where and how a run measures, as :func:`spelled_words` does."""
+    options = spelled_words(
+        None, definition=definition, gpu=None if gpu == "auto" else gpu, gpus=gpus, executor=executor
+    )
+    return options + "".join(f" --{name}" for name, given in flags.items() if given)
+
+
 def finish(
-    report: BenchReport, *, as_json: bool, times: Path | None = None, asked: str = "", screens: bool = False
+    report: BenchReport,
+    *,
+    as_json: bool,
+    times: Path | None = None,
+    asked: str = "",
+    screens: bool = False,
+    again: str = "",
 ) -> None:
     """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``.
 
     Args:
         asked: the names and options that chose what ran, as :func:`spelled_words` returns them.
         screens: the command verifies nothing for good.
+        again: the command that was run, without the program's name.
     """
     if as_json:
         for trace in report.traces:
             typer.echo(trace.to_json())
     else:
-        print_summary(report, asked, screens=screens)
+        print_summary(report, asked, screens=screens, again=again)
     if times is not None:
         times.parent.mkdir(parents=True, exist_ok=True)
         times.write_text(json.dumps(report.times, indent=1) + "\n")
@@ -243,12 +263,12 @@ def note_times(report: BenchReport) -> None:
         note(f"first trace after {report.arrived[0]:.1f} s, last after {report.arrived[-1]:.1f} s")
 
 
-def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False) -> None:
+def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False, again: str = "") -> None:
     """Print one row per solution: workloads passed, geometric mean against stock, and the failures with their reasons."""
     from rich.markup import escape
 
     from tilegym_db.measurement.plan import VERIFICATION, summarise
-    from tilegym_db.records.verdicts import is_wrong
+    from tilegym_db.records.verdicts import MACHINE_SLOW, is_wrong
 
     console = Console()
     rows = summarise(report.traces)
@@ -274,8 +294,13 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     # A wrong number on one workload outweighs the passes of its source on all others.
     wrong = {trace.solution for trace in tried if is_wrong(trace.status, trace.failure.gate if trace.failure else None)}
     if tried and not any(trace.status == "PASSED" and trace.solution not in wrong for trace in tried):
-        failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), tried[0])
-        console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
+        failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), None)
+        busy = failed is None and any(trace.reason.startswith(MACHINE_SLOW) for trace in tried)
+        if busy and again:
+            step = f"Next, once the machine is less busy: tilegym-db {again}"
+        else:
+            step = f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
+        console.print(f"traces: {counts}. {escape(step)}", highlight=False, soft_wrap=True)
         return
     if report.drafts:
         command = next(iter(report.drafts.values())).add_command

@@ -118,6 +118,7 @@ def _print_import(report: ImportReport, dry_run: bool) -> None:
             print_line(f"  {refusal}")
         if len(found.refused) > SHOWN:
             note(f"  and {len(found.refused) - SHOWN} more: --json lists them all")
+        note("the rest is good. To bring in what was refused: mend it, then run the command again with --replace")
     for item in with_findings[:SHOWN_FINDINGS]:
         where = item.path if item.line is None else f"{item.path}:{item.line}"
         note(f"finding: {where}: {'; '.join(item.findings)}")

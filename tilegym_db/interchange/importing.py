@@ -128,7 +128,10 @@ def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
     if found.refused and (strict or not found.records):
         some = "; ".join(str(refusal) for refusal in found.refused[:5])
         what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
-        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.", code="records_refused")
+        raise RecordError(
+            f"{path}: {what}: {some}. Nothing was imported. Mend what is named, then run the command again.",
+            code="records_refused",
+        )
     if not found.records:
         raise RecordError(
             f"{path}: no records of the dialect {dialect} are in it. Nothing was imported.", code="records_missing"

@@ -7,10 +7,13 @@ becomes an axis or arithmetic over one, all others are numbers.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import math
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -20,12 +23,30 @@ from tilegym_db.judging.straight_line import NotPlain, traced
 
 MAX_BYTES = 1 << 18
 """Bytes of a description."""
+MAX_SECONDS = 120
+"""Seconds for the description of one problem."""
 MAX_TRIED = 24
 """Maximum number of halvings of a size in the search of a small workload."""
 SMALL = 1 << 16
 """Maximum number of elements of all tensors of the small workload."""
 KERNELBENCH, GPU_MODE = "kernelbench", "gpu-mode"
 BUFFER, INPUT, SCALAR, WEIGHT, OUTPUT = "buffer", "input", "scalar", "weight", "output"
+
+OURS = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+rows = 2
+
+def get_inputs():
+    return [torch.rand(rows)]
+
+def get_init_inputs():
+    return []
+"""
 
 Sizes = dict[str, int]
 Seen = dict[str, Any]
@@ -36,32 +57,71 @@ class NotDescribed(Exception):
     """A problem that cannot become an operator. The message is the reason."""
 
 
-def described(forms: Sequence[tuple[str, str, Mapping[str, Any]]], which: int) -> torch.Tensor:
-    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces.
+def described(forms: Sequence[tuple[str, str, str]], which: int) -> torch.Tensor:
+    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces; see ``description.py``.
+
+    Each problem runs in another process, so that the next one does not see what it does to PyTorch or Python.
 
     Args:
-        forms: form, source text and sizes of each problem.
+        forms: of each problem its project, its source, and what its ``generate_input`` is called with, as JSON.
         which: the one to describe.
     """
-    form, text, sizes = forms[which]
+    _load_modules()
+    forked = multiprocessing.get_context("fork")
+    receiver, sender = forked.Pipe(duplex=False)
+    child = forked.Process(target=_answer, args=(sender, *forms[which]), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if receiver.poll(MAX_SECONDS):
+            spelled = receiver.recv_bytes(MAX_BYTES)
+        else:
+            spelled = _spelled({"reason": f"it does not end within {MAX_SECONDS} s"})
+    except (EOFError, OSError):  # OSError: the answer is too long
+        child.join(1)
+        spelled = _spelled({"reason": f"its process ended before its end, with status {child.exitcode}"})
+    finally:
+        child.kill()
+    return torch.frombuffer(bytearray(spelled.ljust(MAX_BYTES)), dtype=torch.uint8)
+
+
+@functools.cache
+def _load_modules() -> None:
+    """Describe a problem of our own once: what that imports takes seconds, and each problem's process then has it."""
+    _described(KERNELBENCH, OURS, {})
+
+
+def _answer(sender: Connection, form: str, text: str, sizes: str) -> None:
+    """Describe a problem, and send the description; foreign code runs here."""
+    torch.set_num_threads(1)  # threads of the process that this one is forked from are not here
     torch.manual_seed(0)
     try:
-        content = _described(form, text, sizes)
+        content = _described(form, text, json.loads(sizes))
     except NotDescribed as error:
         content = {"reason": str(error)}
     except Exception as error:  # foreign code may raise anything, and the reason reports it
         content = {"reason": f"it does not run here: {type(error).__name__}: {str(error).strip()[:200]}"}
-    spelled = json.dumps(content).encode()
+    spelled = _spelled(content)
     if len(spelled) > MAX_BYTES:
-        spelled = json.dumps({"reason": f"its description has more than {MAX_BYTES} bytes"}).encode()
-    return torch.frombuffer(bytearray(spelled.ljust(MAX_BYTES)), dtype=torch.uint8)
+        spelled = _spelled({"reason": f"its description has more than {MAX_BYTES} bytes"})
+    sender.send_bytes(spelled)
+
+
+def _spelled(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode()
 
 
 def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "problem"}
     exec(compile(text, "problem", "exec"), names)  # in the sandbox, and nowhere else
-    observe, base, fixed = _kernelbench(names, text) if form == KERNELBENCH else _gpu_mode(names, text, given)
+    packed = False
+    if form == KERNELBENCH:
+        observe, base, fixed = _kernelbench(names, text)
+    else:
+        observe, base, fixed, packed = _gpu_mode(names, text, given)
     seen = observe(base)
+    if not any(one["role"] == INPUT for one in seen):
+        raise NotDescribed("none of its inputs is a tensor")
     run = _run_of(names, seen) if form == KERNELBENCH else ""
     axes, shapes = _axes(observe, base, seen, fixed)
     _check_at_other_sizes(observe, base, axes, shapes)
@@ -70,6 +130,7 @@ def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]
         "axes": {name: base[name] for name in axes},
         "small": _small(observe, base, axes, shapes),
         "run": run,
+        "packed": packed,
     }
 
 
@@ -152,18 +213,21 @@ def _check_module(model: torch.nn.Module) -> None:
 
 def _gpu_mode(
     names: dict[str, Any], text: str, given: Mapping[str, Any]
-) -> tuple[Callable[[Sizes], list[Seen]], Sizes, set[str]]:
-    """Return how to observe a problem of GPU MODE, and its sizes. Its data is drawn, and its reference runs."""
+) -> tuple[Callable[[Sizes], list[Seen]], Sizes, set[str], bool]:
+    """Return how to observe a problem of GPU MODE, its sizes, no fixed ones, and whether its data is a tuple.
+
+    Its data is drawn, and its reference runs.
+    """
     others = {name: value for name, value in given.items() if type(value) is not int or name == "seed"}
     base = {name: value for name, value in given.items() if name not in others and value > 0}
     others |= {name: value for name, value in given.items() if name not in base}
+    whole = isinstance(names["generate_input"](**others, **base), tuple | list)
 
     def observe(sizes: Sizes) -> list[Seen]:
         with _Origins():
             data = names["generate_input"](**others, **sizes)
-            values = list(data) if isinstance(data, tuple | list) else [data]
+            values = list(data) if whole else [data]
             kinds = [_drawn(value) for value in values]
-        whole = isinstance(data, tuple | list)
         with torch.no_grad():
             returned = names["ref_kernel"](_copied(values, whole))
             outputs = _outputs(returned)
@@ -174,7 +238,7 @@ def _gpu_mode(
                 seen.append(_one(value, role, name, kinds[at]))
         return [*seen, *outputs]
 
-    return observe, base, set()
+    return observe, base, set(), whole
 
 
 def _copied(values: list[Any], whole: bool, at: int = -1) -> Any:
@@ -237,7 +301,9 @@ class _Origins(TorchFunctionMode):
             raise NotDescribed(f"its forward() calls {name}, so no two calls agree")
         result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            mark = _MADE.get(name)
+            mark = (
+                _MADE.get(name) if name != "normal_" or (not args[1:] and not kwargs.keys() & {"mean", "std"}) else None
+            )
             if name == "randint" and not any(isinstance(one, torch.Tensor) for one in args):
                 bounds = [one for one in args if type(one) is int]
                 low, high = kwargs.get("low", 0), kwargs.get("high", bounds[-1] if bounds else None)
@@ -268,6 +334,10 @@ def _one(value: Any, role: str, name: str, drawn: Mapping[str, Any] | None) -> S
         if not value.is_contiguous() and role == INPUT:
             drawn = None
         return {"role": role, "name": name, "shape": list(value.shape), "dtype": dtype, "drawn": drawn}
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise NotDescribed(f"its input {name} does not fit in 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotDescribed(f"its input {name} is {value}, and a record holds finite numbers")
     if isinstance(value, bool | int | float):
         dtype = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float32"
         return {"role": SCALAR, "name": name, "shape": None, "dtype": dtype, "value": value}

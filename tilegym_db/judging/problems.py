@@ -11,6 +11,7 @@ import ast
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilegym_db.errors import RecordError
+from tilegym_db.files import read_bytes
 from tilegym_db.interchange import importing
 from tilegym_db.interchange.adapt import ORIGINAL_TEXT
-from tilegym_db.interchange.checks import Rules, check_definition, check_solution, check_workload, walk
+from tilegym_db.interchange.checks import (
+    LINK_OUT,
+    Rules,
+    check_definition,
+    check_solution,
+    check_workload,
+    leads_out,
+    walk,
+)
 from tilegym_db.interchange.collecting import Collection
+from tilegym_db.judging.description import Description, one_line, read_description
 from tilegym_db.judging.straight_line import NotPlain, forward_as_function, plain_functions, spelled
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records.dtypes import RECORD_DTYPES
@@ -39,6 +50,7 @@ _PARTS = {KERNELBENCH: ({"Model", "get_inputs", "get_init_inputs"}, "ModelNew"),
           GPU_MODE: ({"ref_kernel", "generate_input"}, "custom_kernel")}  # fmt: skip
 _HARMLESS = {"DeterministicContext", "DisableCUDNNTF32", "DisableCuDNNTF32"}
 """Context managers of GPU MODE's ``utils`` that set flags of cuDNN."""
+_CLASSES = {"Model", "ModelNew"}
 _BUILDS = re.compile(r"load_inline|cpp_extension|tvm_ffi|cutlass")
 
 
@@ -66,23 +78,55 @@ def import_data_set(path: Path, **options: Any) -> importing.ImportReport:
 
 def _is_this(dialect: str, root: Path) -> bool:
     files = [root] if root.is_file() else root.rglob("*.py")
-    return any(_defines(file, *_PARTS[dialect]) for file in files if file.is_file() and file.suffix == ".py")
+    return any(_is_part(dialect, file) for file in files if file.is_file() and file.suffix == ".py")
 
 
-def _defines(file: Path, problem: set[str], answer: str) -> bool:
-    names = _names(_tree(file))
-    return problem <= names or answer in names
-
-
-def _names(tree: ast.Module | None) -> set[str]:
-    return {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)} if tree else set()
-
-
-def _tree(file: Path) -> ast.Module | None:
+def _is_part(dialect: str, file: Path) -> bool:
+    """Return True for a file that is a problem or an answer, or would be one if it were Python."""
+    wanted, answer = _PARTS[dialect]
     try:
-        return importing.parsed_source(file)
+        content = read_bytes(file, "source")
     except RecordError:
-        return None
+        return False
+    if not _mentions(content, {answer}) and not _mentions(content, wanted):
+        return False
+    try:
+        names = _names(_source(file))
+    except RecordError:
+        return True
+    return wanted <= names or answer in names
+
+
+def _mentions(content: bytes, names: set[str]) -> bool:
+    return all(name.encode() in content for name in names)
+
+
+def _names(text: str) -> set[str]:
+    """Return the functions that a module defines, and its classes that start with a capital letter."""
+    body = ast.parse(text).body
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return functions - _CLASSES | {node.name for node in body if isinstance(node, ast.ClassDef)} & _CLASSES
+
+
+def _source(file: Path) -> str:
+    """Return the text of a source that every later step can parse and write.
+
+    Raises:
+        RecordError: it is not UTF-8, no Python, or nested too deeply.
+    """
+    content = read_bytes(file, "source")
+    try:
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(ast.unparse(ast.parse(text)))
+    except UnicodeDecodeError as error:
+        raise RecordError(f"it is not UTF-8 ({error.reason}). Save it as UTF-8", code="source_invalid") from None
+    except RecursionError:
+        raise RecordError("its expressions are nested too deeply to be read", code="source_invalid") from None
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise RecordError(f"it is no Python source: {one_line(str(error))}", code="source_invalid") from None
+    return text
 
 
 def _read(dialect: str, root: Path) -> Collection:
@@ -94,35 +138,50 @@ def _read(dialect: str, root: Path) -> Collection:
     problems, answers = [], []
     wanted, answer = _PARTS[dialect]
     for path, file in paths:
-        names = _names(_tree(file)) if file.suffix == ".py" else set()
-        if wanted <= names:
-            problems.append((path, file))
-        if answer in names:
-            answers.append((path, file))
-        if wanted <= names or answer in names or file.name in ("task.yml", "task.py"):
+        if file.name in ("task.yml", "task.py"):
             found.carry(path, file)
+        if file.suffix != ".py" or not _is_part(dialect, file):
+            continue
+        try:
+            text = _source(file)
+        except RecordError as error:
+            found.refuse(path, [("", str(error))])
+            continue
+        names = _names(text)
+        if wanted <= names:
+            problems.append((path, file, text))
+        if answer in names:
+            answers.append((path, text))
+        found.carry(path, file)
     known = _described_problems(
         found, dialect, [one for one in (_problem(found, dialect, *at) for at in problems) if one]
     )
-    for path, file in answers:
-        _add_answer(found, dialect, path, file, known)
+    for path, text in answers:
+        _add_answer(found, dialect, path, text, known)
     return found
 
 
-def _problem(found: Collection, dialect: str, path: str, file: Path) -> Problem | None:
+def _problem(found: Collection, dialect: str, path: str, file: Path, text: str) -> Problem | None:
     pure = PurePosixPath(path)
     place = pure.with_suffix("") if dialect == KERNELBENCH or len(pure.parts) == 1 else pure.parent
     name = re.sub(r"[^a-z0-9]+", "_", "_".join(place.parts).lower()).strip("_")
     if dialect == GPU_MODE and len(pure.parts) == 1:
         name = re.sub(r"[^a-z0-9]+", "_", file.resolve().parent.name.lower()).strip("_")
-    text = file.read_text(encoding="utf-8")
+    if not name:
+        found.refuse(path, [("", "its path has no letter from a to z and no digit to name it by. Rename it")])
+        return None
     if dialect == KERNELBENCH:
         return Problem(name, path, file, text)
     task = file.with_name("task.yml")
-    if not task.is_file():
-        found.refuse(path, [("", "its sizes are in task.yml, which is not beside it")])
+    if leads_out(task, found.root):
+        found.refuse(path, [("", f"its task.yml is {LINK_OUT}")])
         return None
-    cases = cases_of(task.read_text(encoding="utf-8"))
+    try:
+        cases = cases_of(read_bytes(task, "task").decode("utf-8", errors="replace"))
+    except RecordError as error:
+        missing = not task.is_file()
+        found.refuse(path, [("", "its sizes are in task.yml, which is not beside it" if missing else str(error))])
+        return None
     if not cases:
         found.refuse(path, [("", "its task.yml has no 'tests' or 'benchmarks' with a mapping of sizes a line")])
         return None
@@ -150,7 +209,7 @@ def cases_of(text: str) -> list[dict[str, Any]]:
             spelled = _BARE.sub(r'\1"\2":', case[1]).replace("'", '"')
             try:
                 value = json.loads(re.sub(r"\b(True|False)\b", lambda m: m[0].lower(), spelled))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             found.append(value)
     return found
@@ -158,7 +217,7 @@ def cases_of(text: str) -> list[dict[str, Any]]:
 
 def without_harness(text: str) -> str:
     """Return a text of GPU MODE without the imports and the check of its harness, which are not part of the operator."""
-    tree, lines = ast.parse(text), text.splitlines()
+    tree, lines = ast.parse(text), text.split("\n")  # not splitlines(), which also splits at a form feed
     for node in tree.body:
         replaced = _replaced(node)
         if replaced is not None:
@@ -217,9 +276,13 @@ def on_cpu(text: str) -> str:
 def _described_problems(found: Collection, dialect: str, problems: Sequence[Problem]) -> dict[str, dict[str, Any]]:
     """Add the Definition, baseline and Workloads of each problem, and return the Definitions by path."""
     known: dict[str, dict[str, Any]] = {}
-    forms = [(dialect, on_cpu(one.text) if dialect == GPU_MODE else one.text, _smallest(one.cases)) for one in problems]
-    for problem, content in zip(problems, observed(forms), strict=True):
-        record = _definition(dialect, problem, content) if "reason" not in content else str(content["reason"])
+    forms = [
+        (dialect, on_cpu(one.text) if dialect == GPU_MODE else one.text, json.dumps(_smallest(one.cases)))
+        for one in problems
+    ]
+    for problem, description in zip(problems, observed(forms), strict=True):
+        content = description.model_dump()
+        record = description.reason or _definition(dialect, problem, content)
         if isinstance(record, str):
             found.refuse(problem.path, [("", record)])
             continue
@@ -241,8 +304,8 @@ def _smallest(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(sorted(cases, key=total)[0]) if cases else {}
 
 
-def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return what a confined worker observed of each problem, or a dict with the reason that it observed nothing."""
+def observed(forms: Sequence[tuple[str, str, str]]) -> list[Description]:
+    """Return what a confined worker observed of each problem, or the reason that it observed nothing."""
     from tilegym_db.catalog.record_files import write_solution
     from tilegym_db.judging.describing import MAX_BYTES, described
     from tilegym_db.judging.sandboxed import Confined
@@ -257,15 +320,15 @@ def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[s
         "outputs": {"text": {"shape": [MAX_BYTES], "dtype": "uint8"}}, "version": "1.0.0",
         "reference": "# Source: tilegym-db\ndef run(which):\n    return which\n",
     }, "description")  # fmt: skip
-    entry = (
-        f"from {described.__module__} import {described.__name__}\n\nFORMS = {list(forms)!r}\n\n\n"
-        f"def run(which):\n    return {described.__name__}(FORMS, which)\n"
-    )
     record = Solution.from_dict({
         "name": "description", "definition": "description", "author": "description", "sources": [{"path": "entry.py"}],
         "spec": {"language": "python", "entry_point": "entry.py::run", "destination_passing_style": False},
     }, "description")  # fmt: skip
-    found: list[dict[str, Any]] = []
+    entry = (
+        f"from {described.__module__} import {described.__name__}\n\nFORMS = {list(forms)!r}\n\n\n"
+        f"def run(which):\n    return {described.__name__}(FORMS, which)\n"
+    )
+    found: list[Description] = []
     with scratch_folder() as scratch:
         files = write_solution(Path(scratch, "source"), record, {"entry.py": entry.encode()})
         while len(found) < len(forms):
@@ -277,9 +340,10 @@ def observed(forms: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[dict[s
                     if isinstance(outputs, Failure):
                         failure = outputs
                     else:
-                        found.append(json.loads(bytes(outputs["text"].tolist())))
+                        found.append(read_description(outputs["text"].numpy().tobytes()))
                 if failure is not None:  # of this problem; the next one gets a fresh worker
-                    found.append({"reason": f"it does not run in the sandbox: {failure.reason}"})
+                    reason = one_line(": ".join([failure.reason, *failure.log.splitlines()[:1]]))
+                    found.append(Description(reason=f"it does not run in the sandbox: {reason}"))
     return found
 
 
@@ -318,12 +382,12 @@ def _definition(dialect: str, problem: Problem, content: Mapping[str, Any]) -> d
         reference = f"import torch\n\n\n{content['run']}"
         original = f"{problem.text.rstrip()}\n\n\n{_module_call(given, arguments)}"
     else:
-        reference = f"{_plain(problem.text)}\n\n\n{_data_call('run', 'ref_kernel', tensors, arguments)}"
-        original = f"{without_generator(problem.text).rstrip()}\n\n\n{_data_call('original', 'ref_kernel', tensors, arguments)}"
+        reference = f"{_plain(problem.text)}\n\n\n{_data_call('run', 'ref_kernel', content, arguments)}"
+        original = f"{without_generator(problem.text).rstrip()}\n\n\n{_data_call('original', 'ref_kernel', content, arguments)}"
     return {
         "name": problem.name, "op_type": dialect.replace("-", "_"), "axes": axes, "inputs": inputs, "outputs": outputs,
         "reference": reference, ORIGINAL_TEXT: original, "input_generators": generators, "contents_unknown": unknown,
-        "tensors": tensors, "given": _init_inputs(problem.text) if dialect == KERNELBENCH else "",
+        "tensors": tensors, "packed": content["packed"], "given": _init_inputs(problem.text) if dialect == KERNELBENCH else "",
     }  # fmt: skip
 
 
@@ -342,7 +406,7 @@ def _init_inputs(text: str) -> str:
 
 def _generator(drawn: Mapping[str, Any]) -> dict[str, Any]:
     """Return how an input is drawn. A bound is a number, or arithmetic over axes."""
-    bounds = {key: value for key, value in drawn.items() if key != "kind"}
+    bounds = {key: value for key, value in drawn.items() if key != "kind" and value is not None}
     numbers = {key: int(value) for key, value in bounds.items() if isinstance(value, str) and value.isdigit()}
     return {"kind": drawn["kind"], **bounds, **numbers}
 
@@ -366,8 +430,9 @@ def _module_call(given: Sequence[Mapping[str, Any]], arguments: str) -> str:
     )
 
 
-def _data_call(name: str, function: str, tensors: Sequence[Mapping[str, Any]], arguments: str) -> str:
+def _data_call(name: str, function: str, record: Mapping[str, Any], arguments: str) -> str:
     """Return a function that packs its arguments and empty buffers into GPU MODE's data."""
+    tensors = record["tensors"]
     given = [one for one in tensors if one["role"] != "output"]
     first = next(spelled(one["name"]) for one in given if one["role"] == "input")
     lines, packed = [], []
@@ -378,7 +443,7 @@ def _data_call(name: str, function: str, tensors: Sequence[Mapping[str, Any]], a
             lines.append(f"    {argument} = torch.empty({shape}, dtype=torch.{one['dtype']}, device={first}.device)")
         packed.append(argument)
     lines = [*_sizes_of(given), *lines] if lines else []
-    data = packed[0] if len(packed) == 1 and not lines else f"({', '.join(packed)},)"
+    data = f"({', '.join(packed)},)" if record["packed"] else packed[0]
     return "\n".join([f"def {name}({arguments}):", *lines, f"    return {function}({data})\n"])
 
 
@@ -396,7 +461,7 @@ def _sizes_of(given: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def without_generator(text: str) -> str:
     """Return a text of GPU MODE without ``generate_input``, since inputs are drawn here."""
-    tree, lines = ast.parse(text), text.splitlines()
+    tree, lines = ast.parse(text), text.split("\n")  # not splitlines(), which also splits at a form feed
     for node in tree.body:
         if getattr(node, "name", None) == "generate_input":
             assert node.end_lineno is not None
@@ -457,9 +522,8 @@ def _add(found: Collection, kind: Any, record: dict[str, Any], path: str) -> boo
 # ---- Answers ----------------------------------------------------------------------------------------------
 
 
-def _add_answer(found: Collection, dialect: str, path: str, file: Path, known: Mapping[str, dict[str, Any]]) -> None:
+def _add_answer(found: Collection, dialect: str, path: str, text: str, known: Mapping[str, dict[str, Any]]) -> None:
     """Add a kernel as a Solution of the problem beside it, or refuse it with the reason."""
-    text = file.read_text(encoding="utf-8")
     record = _problem_of(dialect, path, known)
     if record is None:
         what = (
@@ -474,7 +538,7 @@ def _add_answer(found: Collection, dialect: str, path: str, file: Path, known: M
     arguments = [spelled(one["name"]) for one in given]
     try:
         if dialect == GPU_MODE:
-            call = _data_call("run", "custom_kernel", record["tensors"], ", ".join(arguments))
+            call = _data_call("run", "custom_kernel", record, ", ".join(arguments))
             source = f"{_plain(text)}\n\n\n{call}"
         elif language == "cuda":
             source = text

@@ -444,23 +444,25 @@ def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
 def workload_rows(catalog: Catalog, checked: Checked, definitions: list[str]) -> list[Row]:
     """Return every valid Workload of these Definitions. Broken ones are left out and named."""
     rows = []
+    files: dict[str, list[Path]] = {}
+    for path in (path for root in catalog.roots for path in visible(root / "workloads", "*/*.jsonl")):
+        files.setdefault(path.stem, []).append(path)
     for name in definitions:
-        records = _checked_workloads(catalog, name, checked)
+        records = _checked_workloads(files.get(name, ()), name, checked)
         if records is None:
             records = [workload.to_dict() for workload in catalog.workloads_for(name)]
         rows += [_workload_row(record) for record in records]
     return rows
 
 
-def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> list[Row] | None:
+def _checked_workloads(files: Iterable[Path], definition: str, checked: Checked) -> list[Row] | None:
     """Return the Workloads in a Definition's files, or None unless all are known to be valid."""
     found: dict[str, Row] = {}
-    for root in catalog.roots:
-        for path in visible(root / "workloads", f"*/{definition}.jsonl"):
-            if not checked.workloads(path, definition):
-                return None
-            for record in map(from_json, checked.content(path).splitlines()):
-                found.setdefault(record["uuid"], record)
+    for path in files:
+        if not checked.workloads(path, definition):
+            return None
+        for record in map(from_json, checked.content(path).splitlines()):
+            found.setdefault(record["uuid"], record)
     return list(found.values())
 
 

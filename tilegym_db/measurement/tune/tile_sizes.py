@@ -22,6 +22,8 @@ from tilegym_db.records.solution import config_id
 
 NEAREST = 2
 """Number of configs that a table gives for each Workload."""
+LARGEST = 1 << 30
+"""Maximum of a size and of a number of tokens."""
 _NAME = re.compile(
     r"E=(?P<experts>\d+),N=(?P<width>\d+),device_name=(?P<device>[^,]+)(,dtype=(?P<dtype>[^,]+))?"
     r"(,block_shape=\[(?P<block>[\d, ]+)\])?\.json"
@@ -94,11 +96,17 @@ def read_tile_sizes(path: Path) -> TunedSizes:
         raise UsageError(
             f"{path} has no tile sizes by number of tokens: {type(error).__name__}: {error}", code="tile_sizes_content"
         ) from None
-    wrong = [
-        (tokens, key) for tokens, row in sizes.items() for key, size in row.items() if type(size) is not int or size < 1
+    wrong = [(tokens, "the number") for tokens in sizes if not 0 < tokens <= LARGEST]
+    wrong += [
+        (tokens, key)
+        for tokens, row in sizes.items()
+        for key, size in row.items()
+        if type(size) is not int or not 0 < size <= LARGEST
     ]
     if wrong or not sizes:
-        where = f"{wrong[0][1]} at {wrong[0][0]} tokens is no whole number above 0" if wrong else "it is empty"
+        where = (
+            f"{wrong[0][1]} at {wrong[0][0]} tokens is no whole number from 1 to {LARGEST}" if wrong else "it is empty"
+        )
         raise UsageError(f"{path} has no tile sizes by number of tokens: {where}.", code="tile_sizes_content")
     return TunedSizes(path.name, int(named["experts"]), int(named["width"]), named["device"], named["dtype"], sizes)
 
