@@ -369,9 +369,8 @@ class Handle:
                 reasons = why_given_up(site)
                 if not reasons:
                     return 0
-            elif (
-                site.patience == 0 and owner is not None and not owner.generates
-            ):  # at patch time, patience is not over
+            elif site.patience == 0 and owner is not None and not owner.generates:
+                # It left long ago. While a model is patched, patience is not over.
                 reasons = {one: NEVER_ASKED for one in installed.sites if is_never_asked(one)}
             if reasons and (has_compiled_code() or device.is_capturing()):
                 return len(installed.modules)
