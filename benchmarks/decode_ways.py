@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+import tilegym_db
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models import patch
 from tilegym_db.models.bench.generation import LIBRARIES
@@ -136,7 +137,7 @@ class Generator:
         self._model: Any = unchecked_model(config, job.device, job.dtype)
         if way == PATCHED:
             self._handle = patch(self._model)
-            self.version = f"tilegym-db {importlib.metadata.version('tilegym-db')}"
+            self.version = f"tilegym-db {tilegym_db.__version__}"
         self._prompts = {batch: random_prompt(self._model, batch, job.prompt) for batch in job.batches}
 
     def _apply(self, way: str, model_type: str) -> None:

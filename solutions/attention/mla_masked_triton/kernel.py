@@ -7,10 +7,13 @@ sum of two products.
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.addressable_rows import addressable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1.0e30)
-"""The largest score of a row that has seen no key: finite, so that a tile of which it sees nothing leaves it as it is."""
+LOG2_E = 1.4426950408889634
+NOTHING = tl.constexpr(-3.4028234663852886e38)
+"""The largest score of a row that has seen no key: the least finite one, so that a tile of which it sees nothing leaves it as it
+is, and any score replaces it."""
 SHARED_BYTES = 200 << 10
 """Shared memory that a block of queries with its steps of keys and values may take."""
 FEW_ROWS = 16
@@ -24,38 +27,48 @@ def _widths(size: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
 
 
+def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe tiles of [1, 1, rows, columns]; a dimension of one has any stride."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+
+
+@triton.jit
+def _tile(x, batch, head, start, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load rows from ``start`` and columns from ``column`` on; zeros past the end of either."""
+    return x.load([batch, head, start, column]).reshape(ROWS, COLUMNS)
+
+
 @triton.jit(do_not_specialize=["S", "L", "tiles"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_q, mask_k, out_b, out_h, out_s,
+    q_ptr, keys_of, keys_rest, values, mask_ptr, out_ptr,
+    q_b, q_h, q_s, mask_b, mask_q, mask_k, out_b, out_h, out_s,
     scale, S, L, H, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # The last block of queries mostly sees the most keys: it starts first, so that the short ones fill the gaps at the end.
     block = tl.num_programs(1) - 1 - tl.program_id(1)
-    batch = (tl.program_id(0) // H).to(tl.int64)
-    head = (tl.program_id(0) % H).to(tl.int64)
+    batch = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offsets = rows.to(tl.int64)[:, None]
     places = tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_D)
     rest = BLOCK_D + tl.arange(0, REST_D if REST_D > 0 else 16)
     value_cols = tl.arange(0, BLOCK_V)
-    mask_ptr += batch * mask_b
-    k_ptr += batch * k_b + head * k_h
-    v_ptr += batch * v_b + head * v_h
+    mask_ptr += tl.cast(batch, tl.int64) * mask_b
     # 1. The first and the last tile with a key that is seen.
     first, last = tiles, 0
     for tile in range(0, tiles):
         keys = tile * BLOCK_N + places
         inside = (rows[:, None] < S) & (keys[None, :] < L)
         flags = tl.load(mask_ptr + offsets * mask_q + keys.to(tl.int64)[None, :] * mask_k, mask=inside, other=0)
-        is_seen = tl.max(tl.max(flags.to(tl.int32), 1), 0) > 0
+        is_seen = tl.max(tl.max(tl.where(inside, flags.to(tl.int32), 0), 1), 0) > 0
         first = tl.where(is_seen, tl.minimum(first, tile), first)
         last = tl.where(is_seen, tile + 1, last)
     # 2. The queries.
-    q_ptr += batch * q_b + head * q_h
+    q_ptr += tl.cast(batch, tl.int64) * q_b + tl.cast(head, tl.int64) * q_h
     q = tl.load(q_ptr + offsets * q_s + cols[None, :], mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
     q_rest = q
     if REST_D > 0:
@@ -71,28 +84,19 @@ def _attend(
         at = keys.to(tl.int64)
         inside = (rows[:, None] < S) & (keys[None, :] < L)
         flags = tl.load(mask_ptr + offsets * mask_q + at[None, :] * mask_k, mask=inside, other=0)
-        k = tl.load(
-            k_ptr + at[None, :] * k_s + cols[:, None], mask=(keys[None, :] < L) & (cols[:, None] < D), other=0.0
-        )
-        scores = tl.dot(q, k)
+        scores = tl.dot(q, _tile(keys_of, batch, head, tile * BLOCK_N, 0, BLOCK_N, BLOCK_D).T)
         if REST_D > 0:
-            k_rest = tl.load(
-                k_ptr + at[None, :] * k_s + rest[:, None], mask=(keys[None, :] < L) & (rest[:, None] < D), other=0.0
-            )
-            scores = tl.dot(q_rest, k_rest, scores)
-        scores = tl.where(flags.to(tl.int32) > 0, scores * scale, float("-inf"))
+            scores = tl.dot(q_rest, _tile(keys_rest, batch, head, tile * BLOCK_N, BLOCK_D, BLOCK_N, REST_D).T, scores)
+        scores = tl.where(inside & (flags.to(tl.int32) > 0), scores * scale, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
-        v = tl.load(
-            v_ptr + at[:, None] * v_s + value_cols[None, :],
-            mask=(keys[:, None] < L) & (value_cols[None, :] < DV), other=0.0,
-        )  # fmt: skip
+        v = _tile(values, batch, head, tile * BLOCK_N, 0, BLOCK_N, BLOCK_V)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         sums = sums * shrink + tl.sum(weights, 1)
         largest = new_largest
     out = tl.where(sums[:, None] > 0, acc / tl.where(sums > 0, sums, 1.0)[:, None], 0.0)
-    out_ptr += batch * out_b + head * out_h
+    out_ptr += tl.cast(batch, tl.int64) * out_b + tl.cast(head, tl.int64) * out_h
     inside = (rows[:, None] < S) & (value_cols[None, :] < DV)
     tl.store(out_ptr + offsets * out_s + value_cols[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -115,7 +119,8 @@ def run(
     bool, any strides; T in bfloat16, float16. Scores, softmax and sums are in fp32, weights are rounded to T for the second
     product.
     Mapping: a program owns BLOCK_M queries of a head. It reads their flags to find the first and the last tile of keys that one
-    of them sees, and streams the tiles in between. A step of decoding has one block of queries, of which one counts.
+    of them sees, and streams the tiles in between. A step of decoding has one block of queries, of which one counts. Keys and
+    values whose rows do not begin at multiples of 16 bytes are copied first.
     """
     B, H, S, D = q.shape
     L, DV = v.shape[2], v.shape[3]
@@ -129,10 +134,13 @@ def run(
     step_bytes = block_n * (width + block_v * q.element_size())
     stages = max(1, min(num_stages, (SHARED_BYTES - block_m * width) // step_bytes))
     blocks, tiles = (S + block_m - 1) // block_m, (L + block_n - 1) // block_n
+    # Triton 3.6 reads past the end of tiles that a loop like this loads by pointers, so keys and values go by descriptors, and a
+    # flag counts only inside of the mask.
+    k, v = addressable(k), addressable(v)
     _attend[(B * H, blocks)](
-        q, k, v, mask, out,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], mask.stride(0), mask.stride(2), mask.stride(3), *out.stride()[:3],
-        scale * LOG2_E.value, S, L, H, tiles,
+        q, _tiles(k, block_n, block_d), _tiles(k, block_n, rest_d or block_d), _tiles(v, block_n, block_v), mask, out,
+        *q.stride()[:3], mask.stride(0), mask.stride(2), mask.stride(3), *out.stride()[:3],
+        scale * LOG2_E, S, L, H, tiles,
         D, DV, block_m, block_n, block_d, rest_d, block_v,
         num_warps=8 if block_m > 64 else 4, num_stages=stages,
         # A product and a difference as one instruction would not give 0 for the largest score, however large it is.

@@ -11,8 +11,9 @@ from _lib.triton.addressable_rows import addressable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
-NOTHING = tl.constexpr(-1.0e30)
-"""The largest score of a row that has seen no key: finite, so that no difference of two is NaN."""
+NOTHING = tl.constexpr(-3.4028234663852886e38)
+"""The largest score of a row that has seen no key: the least finite one, so that no difference of two is NaN and any score
+replaces it."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block of queries with its steps of keys and values may take."""
 CACHE_BYTES = 30 << 20

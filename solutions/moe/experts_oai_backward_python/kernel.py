@@ -56,9 +56,9 @@ def _of_weights(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, fas
 
 
 def _of_biases(rows: torch.Tensor, keys: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the sum of the rows of each group, [E, N], added in float32; the groups' numbers are sorted."""
+    """Return the sum of the rows of each group, [E, N], added in float32, in one order; the groups' numbers are sorted."""
     sums = torch.zeros(experts + 1, rows.shape[1], dtype=torch.float32, device=rows.device)
-    return sums.index_add_(0, keys, rows.float())[:experts].to(rows.dtype)
+    return sums.index_put_((keys,), rows.float(), accumulate=True)[:experts].to(rows.dtype)
 
 
 def run(
