@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,21 @@ def test_large_fresh_contents_are_drawn_again_when_they_are_used() -> None:
         assert all(torch.equal(used.inputs[name], value) for name, value in one.inputs.items())
         assert torch.equal(other.outputs["out"], one.outputs["out"])
         assert one.with_inputs() is one
+
+
+def test_large_contents_that_are_not_timed_are_drawn_again() -> None:
+    definition, workload = workload_of(*GROUPED_GEMM)
+    draw = partial(WorkloadContents.draw, definition, workload, 7, ExpectedCache(definition, "cpu"), in_turn=True)
+    kept, large = draw(), draw(kept_bytes=0)
+    assert all(expected.inputs for expected in large.sets)
+    assert kept.other is not None
+    assert large.other is not None
+    pairs = list(zip((*kept.unusual, kept.other), (*large.unusual, large.other), strict=True))
+    assert len(pairs) > 1
+    for one, other in pairs:
+        assert not other.inputs
+        assert all(torch.equal(other.with_inputs().inputs[name], value) for name, value in one.inputs.items())
+        assert torch.equal(other.outputs["out"], one.outputs["out"])
 
 
 def test_large_fresh_contents_are_judged_like_others() -> None:

@@ -487,7 +487,7 @@ SLOW_ORACLE_S = 0.5
 """Seconds of an oracle above which those of several contents are evaluated together."""
 MAX_FRESH_AT_ONCE = 8
 KEPT_BYTES = 2 << 30
-"""Bytes of inputs above which fresh contents are drawn one at a time, and again when they are used."""
+"""Bytes of inputs above which contents that are not timed are drawn one at a time, and again when they are used."""
 
 CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
 
@@ -609,7 +609,7 @@ class WorkloadContents:
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
     kept_bytes: int = KEPT_BYTES
-    """Fresh contents with larger inputs are kept without them."""
+    """Contents with larger inputs are kept without them, except for those that are timed."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
     _seconds: float = 0.0
@@ -618,7 +618,14 @@ class WorkloadContents:
 
     @classmethod
     def draw(
-        cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache, *, in_turn: bool = False
+        cls,
+        definition: Definition,
+        workload: Workload,
+        seed: int,
+        cache: ExpectedCache,
+        *,
+        in_turn: bool = False,
+        kept_bytes: int = KEPT_BYTES,
     ) -> WorkloadContents:
         """Return every content set; with ``in_turn``, the second call too.
 
@@ -627,7 +634,7 @@ class WorkloadContents:
             StoreError: the contents cannot fit in the memory of this machine.
             torch.OutOfMemoryError: the oracle does not fit in memory here.
         """
-        contents = cls(definition, workload, seed, cache)
+        contents = cls(definition, workload, seed, cache, kept_bytes=kept_bytes)
         contents._check_memory()
         others = unusual_distributions(definition, workload, seed)
         for kept, distributions, typical, offset in (
@@ -638,7 +645,8 @@ class WorkloadContents:
                 contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
                 for number, distribution in enumerate(distributions)
             ]
-            for case, expected in zip(cases, cache.several(cases), strict=True):
+            timed = kept is contents.sets
+            for case, expected in zip(cases, contents._evaluated(cases, timed=timed), strict=True):
                 if expected is None:
                     contents.dropped.append(str(case))
                 else:
@@ -647,7 +655,7 @@ class WorkloadContents:
             blank = f"{VARIED}+{BLANK}" if BLANK in allowed_modifiers(definition, VARIED) else VARIED
             case = contents._case(blank, _OTHER, typical=False, drawn=True)
             scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
-            contents.other = cache.once(replace(case, call=replace(case.call, scalars=scalars)))
+            (contents.other,) = contents._evaluated([replace(case, call=replace(case.call, scalars=scalars))])
         return contents
 
     def _distributions(self) -> tuple[str, ...]:
@@ -696,22 +704,20 @@ class WorkloadContents:
                 distribution = ranges[(self.seed + number // 2) % len(ranges)] if number % 2 and varies else known_good
                 cases.append(self._case(distribution, _FRESH * (attempt + 1) + number, drawn=self.is_fixed))
             began = time.perf_counter()
-            known += self._without_large_inputs(cases) if self._is_large(cases[0]) else self._kept(cases)
+            known += [drawn for drawn in self._evaluated(cases) if drawn is not None]
             self._seconds += time.perf_counter() - began
             self._drawn += len(cases)
             tried += len(cases)
             self._fresh[attempt] = known, tried
 
-    def _kept(self, cases: Sequence[Case]) -> list[OracleCase]:
-        return [drawn for drawn in self.cache.several(cases) if drawn is not None]
-
-    def _without_large_inputs(self, cases: Sequence[Case]) -> list[OracleCase]:
-        """Return cases with their oracles, of which only one has its inputs in memory at a time."""
-        found = []
+    def _evaluated(self, cases: Sequence[Case], *, timed: bool = False) -> list[OracleCase | None]:
+        """Return cases of one shape with their oracles. Large inputs that are not timed are in memory one case at a time."""
+        if timed or not cases or not self._is_large(cases[0]):
+            return self.cache.several(cases)
+        found: list[OracleCase | None] = []
         for case in cases:
             drawn = self.cache.once(case)
-            if drawn is not None:
-                found.append(drawn.without_inputs(functools.partial(self.cache.inputs_of, case)))
+            found.append(drawn and drawn.without_inputs(functools.partial(self.cache.inputs_of, case)))
             del drawn
         return found
 
