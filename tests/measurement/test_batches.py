@@ -23,6 +23,7 @@ from tilegym_db.measurement.local_executor import (
     Capacity,
     LocalExecutor,
     make_definition_groups,
+    one_task_each,
 )
 from tilegym_db.measurement.machine import Machine, cpu_machine
 from tilegym_db.measurement.plan import DefinitionPlan, Options, make_plan
@@ -345,3 +346,10 @@ def test_solution_whose_workers_had_no_memory_is_tried_again(plans, tmp_path, mo
     traces = run(plans()[:1], tmp_path / "scratch", WIDE)
     assert [trace.status for trace in traces] == ["PASSED"] * 8, [trace.reason for trace in traces]
     assert len(refused) == 4
+
+
+def test_a_runner_that_is_asked_and_compared_has_one_task():
+    runner, other = object(), object()
+    asked, compared = {1: (runner, ["a"])}, {1: (runner, ["b"]), 2: (other, ["a", "b"])}
+    assert one_task_each(asked, compared) == ({1: (runner, ["a", "b"])}, {2: (other, ["a", "b"])})
+    assert asked == {1: (runner, ["a"])}

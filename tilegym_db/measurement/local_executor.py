@@ -241,7 +241,7 @@ def verify_batch(
         HardwareError: a worker was lost, and the device does not work anymore.
     """
     open_runs = [workload_run for workload_run in workload_runs if _is_open(workload_run)]
-    asked, compared = _tasks_of(workload_runs, asked=True), _tasks_of(open_runs, asked=False)
+    asked, compared = one_task_each(_tasks_of(workload_runs, asked=True), _tasks_of(open_runs, asked=False))
     is_few = 0 < sum(runner.solution.record.spec.provides != "stock" for runner, _ in asked.values()) <= MAX_ALONE
     with ThreadPoolExecutor(max_workers=1) as drawing:
         ordered = _in_turn(open_runs)
@@ -328,6 +328,12 @@ def _tasks_of(workload_runs: Sequence[WorkloadRun], *, asked: bool) -> _Tasks:
             if workload_run.is_asked(runner) == asked:
                 tasks.setdefault(id(runner), (runner, []))[1].append(workload_run)
     return tasks
+
+
+def one_task_each(asked: _Tasks, compared: _Tasks) -> tuple[_Tasks, _Tasks]:
+    """Move the workloads of a runner that is in both to the first: its worker verifies one workload at a time."""
+    both = {key: task for key, task in compared.items() if key in asked}
+    return _merged(asked, both), {key: task for key, task in compared.items() if key not in both}
 
 
 def _merged(one: _Tasks, other: _Tasks) -> _Tasks:
