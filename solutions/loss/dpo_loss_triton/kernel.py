@@ -3,15 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.vocabulary_rows import log1p
 
 BLOCK = 256
-
-
-@triton.jit
-def _log1p(x):
-    """Return log(1 + x) for x from 0 to 1, with the rounding of the sum put back."""
-    total = 1 + x
-    return tl.log(total) + (x - (total - 1)) / total
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -24,7 +18,7 @@ def _losses(
     rejected = tl.load(rejected_ptr + pairs, mask=here, other=0.0)
     rejected -= tl.load(ref_rejected_ptr + pairs, mask=here, other=0.0)
     margin = beta * (chosen - rejected)
-    tl.store(loss_ptr + pairs, tl.maximum(-margin, 0.0) + _log1p(tl.exp(-tl.abs(margin))), mask=here)
+    tl.store(loss_ptr + pairs, tl.maximum(-margin, 0.0) + log1p(tl.exp(-tl.abs(margin))), mask=here)
     tl.store(margin_ptr + pairs, margin, mask=here)
 
 

@@ -5,36 +5,16 @@ import functools
 import tilelang
 import tilelang.language as T
 import torch
-
-FEW_ROWS = 256  # below about two a multiprocessor, rows are cut into pieces that several CTAs read
-MIN_PIECE = 8192  # columns
-
-
-@T.macro
-def reduce_block(kind, thread, warps, value, partial):
-    """Leave in value[0] the max or the sum over the warps of a CTA."""
-    value[0] = T.warp_reduce_max(value[0]) if kind == "max" else T.warp_reduce_sum(value[0])
-    if warps > 1:
-        if thread % 32 == 0:
-            partial[thread // 32] = value[0]
-        T.sync_threads()
-        value[0] = partial[0]
-        for w in T.unroll(1, warps):
-            value[0] = T.max(value[0], partial[w]) if kind == "max" else value[0] + partial[w]
-
-
-@T.macro
-def over_one(x, less, found):
-    """Leave in found[0] exp(x) - 1, less x if `less` is 1, near 0 by the series."""
-    found[0] = x * T.float32(1 / 40320) + T.float32(1 / 5040)
-    found[0] = found[0] * x + T.float32(1 / 720)
-    found[0] = found[0] * x + T.float32(1 / 120)
-    found[0] = found[0] * x + T.float32(1 / 24)
-    found[0] = found[0] * x + T.float32(1 / 6)
-    found[0] = found[0] * x + T.float32(1 / 2)
-    found[0] = found[0] * x * x + (0.0 if less else x)
-    if x >= 0.4 or x <= -0.4:
-        found[0] = T.exp(x) - 1.0 - (x if less else 0.0)
+from _lib.tilelang.vocabulary_rows import (
+    exp_over,
+    grow,
+    join,
+    load_vector,
+    row_pieces,
+    row_threads,
+    store_zeros,
+    vector,
+)
 
 
 @functools.cache
@@ -65,7 +45,7 @@ def statistics_kernel(V, dtype, vec, threads, repeat, pieces):
             own_top = T.alloc_local((1,), "float32")
             top = T.alloc_local((1,), "float32")
             total = T.alloc_local((1,), "float32")
-            safe = T.alloc_var("float32", init=0.0)
+            base = T.alloc_local((1,), "float32")
             active = T.alloc_var("int32", init=0)
 
             active = T.if_then_else(labels[row] == ignore_index, 0, steps)  # a masked row is not read
@@ -78,22 +58,9 @@ def statistics_kernel(V, dtype, vec, threads, repeat, pieces):
                     for v in T.vectorized(vec):
                         loaded[i, v] = -T.infinity(dtype)
                     if column < V:
-                        for v in T.vectorized(vec):
-                            loaded[i, v] = logits[row, column + v]
-                for i in T.unroll(repeat):
-                    for v in T.unroll(vec):
-                        top[0] = T.max(top[0], T.cast(loaded[i, v], "float32"))
-                # While all is -inf, subtract 0: exp(-inf - 0) adds nothing, exp(-inf + inf) would be NaN.
-                safe = T.if_then_else(top[0] == -T.infinity("float32"), 0.0, top[0])
-                total[0] = total[0] * exp((own_top[0] - safe) * per_temperature)
-                for i in T.unroll(repeat):
-                    for v in T.unroll(vec):
-                        total[0] += exp((T.cast(loaded[i, v], "float32") - safe) * per_temperature)
-                own_top[0] = top[0]
-            reduce_block("max", thread, warps, top, partial_max)
-            safe = T.if_then_else(top[0] == -T.infinity("float32"), 0.0, top[0])
-            total[0] = total[0] * exp((own_top[0] - safe) * per_temperature)
-            reduce_block("sum", thread, warps, total, partial_sum)
+                        load_vector(logits, row, column, vec, loaded, i)
+                grow(exp, loaded, repeat, vec, per_temperature, own_top, top, base, total)
+            join(exp, thread, warps, per_temperature, own_top, top, base, total, partial_max, partial_sum)
             if thread == 0:
                 parts[row, piece, 0] = top[0]
                 parts[row, piece, 1] = total[0]
@@ -161,7 +128,7 @@ def losses_kernel(V, dtype, pieces):
                     ratio = T.exp(found - old_logp[row])
                     bounded = T.if_then_else(ratio < least, least, T.if_then_else(ratio > most, most, ratio))
                     apart = ref_logp[row] - found
-                    over_one(apart, 1, divergence)
+                    exp_over(T.exp, apart, 2, divergence)
                     ratio = ratio * advantages[row]
                     bounded = bounded * advantages[row]
                     if beta == 0.0:  # ref_logp is any numbers then
@@ -220,25 +187,21 @@ def gradients_kernel(V, dtype, vec, threads, repeat):
 
             label = labels[row]
             if label == ignore_index:
-                for i in T.unroll(repeat):
-                    if first + i * threads * vec < V:
-                        for v in T.vectorized(vec):
-                            grad_logits[row, first + i * threads * vec + v] = T.cast(0.0, dtype)
+                store_zeros(grad_logits, row, first, V, vec, repeat, threads * vec, dtype)
             else:
                 for i in T.unroll(repeat):
                     if first + i * threads * vec < V:
-                        for v in T.vectorized(vec):
-                            loaded[i, v] = logits[row, first + i * threads * vec + v]
+                        load_vector(logits, row, first + i * threads * vec, vec, loaded, i)
                 top = row_max[row]
                 rest = log_sum[row]
                 ratio = T.exp(logp[row] - old_logp[row])
                 factor = advantages[row]
                 if (factor < 0.0 and ratio < least) or (factor > 0.0 and ratio > most):
                     ratio = 0.0
-                over_one(ref_logp[row] - logp[row], 0, pull)
+                exp_over(T.exp, ref_logp[row] - logp[row], 1, pull)
                 if beta == 0.0:
                     pull[0] = 0.0
-                over_one(logp[row], 0, of_label)
+                exp_over(T.exp, logp[row], 1, of_label)
                 factor = (ratio * factor + beta * pull[0]) * grad_loss[row] * per_temperature
                 for i in T.unroll(repeat):
                     if first + i * threads * vec < V:
@@ -251,15 +214,6 @@ def gradients_kernel(V, dtype, vec, threads, repeat):
                             grad_logits[row, first + i * threads * vec + v] = result[v]
 
     return gradients
-
-
-def _vector(*tensors):
-    """Return the widest power of two, up to 16 bytes, that divides rows, strides and addresses, in elements."""
-    itemsize = tensors[0].dtype.itemsize
-    bits = tensors[0].shape[1] | 16 // itemsize
-    for tensor in tensors:
-        bits |= tensor.stride(0) | tensor.data_ptr() // itemsize
-    return bits & -bits
 
 
 def run(
@@ -290,9 +244,9 @@ def run(
     M, V = logits.shape
     if M == 0:
         return
-    vec = _vector(logits)
-    threads = max(32, min(threads, 32 * -(-V // (32 * vec * repeat))))
-    pieces = 1 if M >= FEW_ROWS else max(1, min(FEW_ROWS // M, V // MIN_PIECE))
+    vec = vector(logits)
+    threads = row_threads(V, vec, threads, repeat)
+    pieces = row_pieces(logits)
     parts = torch.empty((M, pieces, 2), dtype=torch.float32, device=logits.device)
     numbers = (1 / temperature, beta, 1 - eps_low, 1 + eps_high, ignore_index)
     statistics_kernel(V, logits.dtype, vec, threads, repeat, pieces)(logits, labels, parts, numbers[0], ignore_index)
@@ -329,8 +283,8 @@ def run_backward(
     M, V = logits.shape
     if M == 0:
         return
-    vec = _vector(logits, grad_logits)
-    threads = max(32, min(threads, 32 * -(-V // (32 * vec * repeat))))
+    vec = vector(logits, grad_logits)
+    threads = row_threads(V, vec, threads, repeat)
     numbers = (1 / temperature, beta, 1 - eps_low, 1 + eps_high, ignore_index)
     tensors = (logits, labels, logp, row_max, log_sum, old_logp, ref_logp, advantages, grad_loss, grad_logits)
     gradients_kernel(V, logits.dtype, vec, threads, repeat)(*tensors, *numbers)

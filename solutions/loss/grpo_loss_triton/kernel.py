@@ -3,102 +3,49 @@
 import torch
 import triton
 import triton.language as tl
-
-FEW_ROWS = 256  # below about two a multiprocessor, rows are cut into pieces that several programs read
-MIN_PIECE = 8192  # columns
-
-
-@triton.jit
-def _expm1(x):
-    """Return exp(x) - 1, near 0 by its series: the difference would have no correct digit there."""
-    series = x * (1 / 40320) + 1 / 5040
-    series = x * series + 1 / 720
-    series = x * series + 1 / 120
-    series = x * series + 1 / 24
-    series = x * series + 1 / 6
-    series = x * series + 1 / 2
-    series = x * series + 1
-    return tl.where(tl.abs(x) < 0.4, x * series, tl.exp(x) - 1)
-
-
-@triton.jit
-def _over_one(x):
-    """Return exp(x) - x - 1, near 0 by its series."""
-    series = x * (1 / 40320) + 1 / 5040
-    series = x * series + 1 / 720
-    series = x * series + 1 / 120
-    series = x * series + 1 / 24
-    series = x * series + 1 / 6
-    series = x * series + 1 / 2
-    return tl.where(tl.abs(x) < 0.4, x * x * series, tl.exp(x) - x - 1)
+from _lib.triton.vocabulary_rows import (
+    exp_over_line,
+    expm1,
+    grow,
+    join,
+    load_once,
+    own_block,
+    own_piece,
+    row_blocks,
+    row_pieces,
+    row_steps,
+    step_columns,
+    store_zeros,
+)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _statistics(
-    x_ptr,
-    labels_ptr,
-    parts_ptr,
-    x_stride,
-    V,
-    per_temperature,
-    ignore_index,
-    pieces,
-    piece_columns,
-    REPEAT: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Store the maximum of a piece of a row, and its sum of exp((x - maximum) / temperature).
-
-    A lane has its own maximum and sum until the end, so warps do not wait for each other.
-    """
-    row = (tl.program_id(0) // pieces).to(tl.int64)  # rows * vocabulary may not fit into 32 bits
+    x_ptr, labels_ptr, parts_ptr, x_stride, V, per_temperature, ignore_index, pieces, piece_columns,
+    REPEAT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Store the maximum of a piece of a row, and its sum of exp((x - maximum) / temperature)."""
+    row, first, last = own_piece(pieces, piece_columns, V)
     if tl.load(labels_ptr + row) != ignore_index:
-        first = tl.program_id(0) % pieces * piece_columns
-        last = tl.minimum(first + piece_columns, V)
         x_ptr += row * x_stride
-        offsets = tl.arange(0, REPEAT)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        offsets = step_columns(REPEAT, LANES)
         top = tl.full([LANES], float("-inf"), dtype=tl.float32)
         total = tl.zeros([LANES], dtype=tl.float32)
         for start in range(first, last, REPEAT * LANES):
             cols = start + offsets
-            x = tl.load(x_ptr + cols, mask=cols < last, other=float("-inf"), eviction_policy="evict_first")
-            x = x.to(tl.float32)
-            new_top = tl.maximum(top, tl.max(x, axis=0))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            added = tl.sum(tl.exp((x - base[None, :]) * per_temperature), axis=0)
-            total = total * tl.exp((top - base) * per_temperature) + added
-            top = new_top
-        row_top = tl.max(top, axis=0)
-        base = tl.where(row_top == float("-inf"), 0.0, row_top)
-        tl.store(parts_ptr + 2 * tl.program_id(0), row_top)
-        tl.store(parts_ptr + 2 * tl.program_id(0) + 1, tl.sum(total * tl.exp((top - base) * per_temperature), axis=0))
+            top, total = grow(top, total, load_once(x_ptr + cols, cols < last, float("-inf")), per_temperature)
+        top, total = join(top, total, per_temperature)
+        tl.store(parts_ptr + 2 * tl.program_id(0), top)
+        tl.store(parts_ptr + 2 * tl.program_id(0) + 1, total)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "M"])
 def _losses(
-    x_ptr,
-    labels_ptr,
-    parts_ptr,
-    old_logp_ptr,
-    ref_logp_ptr,
-    advantages_ptr,
-    loss_ptr,
-    logp_ptr,
-    row_max_ptr,
-    log_sum_ptr,
-    x_stride,
-    M,
-    V,
-    per_temperature,
-    beta,
-    least,
-    most,
-    ignore_index,
-    pieces,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """Join the pieces of ROWS rows and store what follows from them, a row a thread."""
+    x_ptr, labels_ptr, parts_ptr, old_logp_ptr, ref_logp_ptr, advantages_ptr, loss_ptr, logp_ptr, row_max_ptr, log_sum_ptr,
+    x_stride, M, V, per_temperature, beta, least, most, ignore_index, pieces,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Join the pieces of ROWS rows and store what follows from them; a thread has a row or a piece."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < M
     labels = tl.load(labels_ptr + rows, mask=here, other=0)
@@ -108,9 +55,7 @@ def _losses(
     known = learned[:, None] & (which < pieces)
     tops = tl.load(part_ptrs, mask=known, other=float("-inf"))
     totals = tl.load(part_ptrs + 1, mask=known, other=0.0)
-    top = tl.max(tops, axis=1)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(totals * tl.exp((tops - base[:, None]) * per_temperature), axis=1)
+    top, total = join(tops, totals, per_temperature)
     # A row of -inf has the sum 0, and +inf or NaN in a row leave NaN in the sum.
     bad = (top == float("-inf")) | (total != total)
     top = tl.where(bad, float("nan"), top)
@@ -125,7 +70,7 @@ def _losses(
     first, second = ratio * advantage, bounded * advantage
     smaller = tl.where((second < first) | (second != second), second, first)
     apart = tl.load(ref_logp_ptr + rows, mask=learned, other=0.0) - logp
-    loss = tl.where(beta == 0, 0.0, beta * _over_one(apart)) - smaller  # at beta 0, ref_logp is any numbers
+    loss = tl.where(beta == 0, 0.0, beta * exp_over_line(apart)) - smaller  # at beta 0, ref_logp is any numbers
     tl.store(loss_ptr + rows, tl.where(learned, loss, 0.0), mask=here)
     tl.store(logp_ptr + rows, tl.where(learned, logp, 0.0), mask=here)
     tl.store(row_max_ptr + rows, tl.where(learned, top, 0.0), mask=here)
@@ -134,33 +79,17 @@ def _losses(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _gradients(
-    x_ptr,
-    labels_ptr,
-    logp_ptr,
-    row_max_ptr,
-    log_sum_ptr,
-    old_logp_ptr,
-    ref_logp_ptr,
-    advantages_ptr,
-    grad_loss_ptr,
-    grad_ptr,
-    x_stride,
-    grad_stride,
-    V,
-    per_temperature,
-    beta,
-    least,
-    most,
-    ignore_index,
-    blocks,
+    x_ptr, labels_ptr, logp_ptr, row_max_ptr, log_sum_ptr, old_logp_ptr, ref_logp_ptr, advantages_ptr, grad_loss_ptr, grad_ptr,
+    x_stride, grad_stride, V, per_temperature, beta, least, most, ignore_index, blocks,
     BLOCK: tl.constexpr,
-):
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+):  # fmt: skip
+    """Store a block of the gradient of a row; zeros if its token is masked."""
+    row, cols = own_block(blocks, BLOCK)
+    inside = cols < V
     label = tl.load(labels_ptr + row)
     grad_ptrs = grad_ptr + row * grad_stride + cols
     if label == ignore_index:
-        tl.store(grad_ptrs, tl.zeros([BLOCK], dtype=grad_ptr.dtype.element_ty), mask=cols < V)
+        store_zeros(grad_ptrs, inside)
     else:
         logp = tl.load(logp_ptr + row)
         top = tl.load(row_max_ptr + row)
@@ -168,13 +97,13 @@ def _gradients(
         advantage = tl.load(advantages_ptr + row)
         ratio = tl.exp(logp - tl.load(old_logp_ptr + row))
         clipped = ((advantage < 0) & (ratio < least)) | ((advantage > 0) & (ratio > most))
-        pull = beta * _expm1(tl.load(ref_logp_ptr + row) - logp)
+        pull = beta * expm1(tl.load(ref_logp_ptr + row) - logp)
         factor = tl.where(clipped, 0.0, ratio * advantage) + tl.where(beta == 0, 0.0, pull)
         factor *= tl.load(grad_loss_ptr + row) * per_temperature
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
-        chance = tl.exp((x.to(tl.float32) - top) * per_temperature - log_sum)
-        off = tl.where(cols == label, _expm1(logp), chance)
-        tl.store(grad_ptrs, (off * factor).to(grad_ptr.dtype.element_ty), mask=cols < V)
+        x = load_once(x_ptr + row * x_stride + cols, inside, float("-inf"))
+        chance = tl.exp((x - top) * per_temperature - log_sum)
+        off = tl.where(cols == label, expm1(logp), chance)
+        tl.store(grad_ptrs, (off * factor).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def run(
@@ -205,52 +134,17 @@ def run(
     M, V = logits.shape
     if M == 0:
         return
-    lanes = 32 * num_warps * (16 // logits.element_size())
-    while lanes > 64 and REPEAT * lanes > 2 * V:
-        REPEAT, lanes = (REPEAT // 2, lanes) if REPEAT > 1 else (1, lanes // 2)
-    pieces = 1 if M >= FEW_ROWS else max(1, min(FEW_ROWS // M, V // MIN_PIECE))
-    columns = -(-V // (pieces * REPEAT * lanes)) * REPEAT * lanes
+    REPEAT, lanes = row_steps(logits, REPEAT, num_warps)
+    pieces, columns = row_pieces(logits, REPEAT * lanes)
     parts = torch.empty((M, pieces, 2), dtype=torch.float32, device=logits.device)
     stride, per_temperature = logits.stride(0), 1 / temperature
-    _statistics[(M * pieces,)](
-        logits,
-        labels,
-        parts,
-        stride,
-        V,
-        per_temperature,
-        ignore_index,
-        pieces,
-        columns,
-        REPEAT,
-        lanes,
-        num_warps=num_warps,
-    )
-    rows = 32
-    _losses[(-(-M // rows),)](
-        logits,
-        labels,
-        parts,
-        old_logp,
-        ref_logp,
-        advantages,
-        loss,
-        logp,
-        row_max,
-        log_sum,
-        stride,
-        M,
-        V,
-        per_temperature,
-        beta,
-        1 - eps_low,
-        1 + eps_high,
-        ignore_index,
-        pieces,
-        rows,
-        1 << (pieces - 1).bit_length(),
-        num_warps=1,
-    )
+    numbers = (stride, V, per_temperature, ignore_index, pieces, columns)
+    _statistics[(M * pieces,)](logits, labels, parts, *numbers, REPEAT, lanes, num_warps=num_warps)
+    slots = 1 << (pieces - 1).bit_length()
+    rows = max(1, 32 // slots)
+    tensors = (logits, labels, parts, old_logp, ref_logp, advantages, loss, logp, row_max, log_sum)
+    numbers = (stride, M, V, per_temperature, beta, 1 - eps_low, 1 + eps_high, ignore_index, pieces)
+    _losses[(-(-M // rows),)](*tensors, *numbers, rows, slots, num_warps=1)
 
 
 def run_backward(
@@ -282,28 +176,8 @@ def run_backward(
     M, V = logits.shape
     if M == 0:
         return
-    BLOCK = min(BLOCK, max(32, 1 << (V - 1).bit_length()))
-    blocks = -(-V // BLOCK)
-    _gradients[(M * blocks,)](
-        logits,
-        labels,
-        logp,
-        row_max,
-        log_sum,
-        old_logp,
-        ref_logp,
-        advantages,
-        grad_loss,
-        grad_logits,
-        logits.stride(0),
-        grad_logits.stride(0),
-        V,
-        1 / temperature,
-        beta,
-        1 - eps_low,
-        1 + eps_high,
-        ignore_index,
-        blocks,
-        BLOCK,
-        num_warps=num_warps,
-    )
+    BLOCK, blocks = row_blocks(logits, BLOCK)
+    tensors = (logits, labels, logp, row_max, log_sum, old_logp, ref_logp, advantages, grad_loss, grad_logits)
+    strides = (logits.stride(0), grad_logits.stride(0))
+    numbers = (V, 1 / temperature, beta, 1 - eps_low, 1 + eps_high, ignore_index, blocks)
+    _gradients[(M * blocks,)](*tensors, *strides, *numbers, BLOCK, num_warps=num_warps)

@@ -41,6 +41,12 @@ def run_backward(
         found = y.exp().neg_()
     elif beta == 1:
         found = (x - y).add_(1.0).mul_(x.exp())
+    elif beta < (0.25 if student.dtype == torch.float32 else 2.0**-10):
+        # The mixture is almost the student: a difference of their logarithms would have few correct digits.
+        far = y - x
+        above = torch.expm1(far.clamp(max=80.0)).mul_(beta).log1p_()
+        above.add_(far.sub_(80.0).clamp_(min=0.0))  # beyond 80 the exponential ends, and the mixture is the teacher
+        found = above.mul_(x.exp()).mul_(beta - 1)
     else:
         mixture = torch.logaddexp(x + math.log1p(-beta), y + math.log(beta))
         found = (x - mixture).mul_(x.exp()).mul_(1 - beta)

@@ -1,13 +1,19 @@
 """The heads of a student and a teacher, their divergence and both gradients in chunks of tokens, cuTile: five kernels a chunk."""
 
-from typing import Annotated
-
 import cuda.tile as ct
 import torch
-from kernel import _base, _is_aligned, _multiply, _padded
-
-Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,))]
-Int = ct.Constant[int]
+from _lib.cutile.vocabulary_rows import (
+    LOWEST,
+    Int,
+    Rows,
+    grow,
+    join,
+    load_columns,
+    row_step,
+    step_columns,
+    store_columns,
+)
+from kernel import _is_aligned, _multiply, _padded
 
 FORWARD, REVERSE, MIXED = 0, 1, 2  # KL(p | q) at beta 0, KL(q | p) at beta 1, and the divergences from a mixture
 
@@ -21,65 +27,41 @@ def _log_mixture(x, y, beta):
 
 @ct.kernel
 def _logits_to_gradients(
-    student: Rows,
-    teacher: Rows,
-    labels,
-    grad_loss,
-    loss,
-    first: int,
-    per_temperature: float,
-    beta: float,
-    ignore_index: int,
-    STEPS: Int,
-    REPEAT: Int,
-    LANES: Int,
-    KIND: Int,
-):
+    student: Rows, teacher: Rows, labels, grad_loss, loss, first: int, per_temperature: float, beta: float, ignore_index: int,
+    STEPS: Int, REPEAT: Int, LANES: Int, KIND: Int,
+):  # fmt: skip
     """Store the loss of a row and write the gradient of the student's logits over them; the row is token first + row."""
     n = student.shape[1]
     row = ct.bid(0)
     label = ct.gather(labels, first + row)
-    offsets = ct.arange(REPEAT, dtype=ct.int32)[:, None] * LANES + ct.arange(LANES, dtype=ct.int32)[None, :]
+    offsets = step_columns(REPEAT, LANES)
     if label == ignore_index:
         ct.scatter(loss, first + row, 0.0)
         zeros = ct.zeros((REPEAT, LANES), dtype=student.dtype)
         for step in range(STEPS):
             cols = step * (REPEAT * LANES) + offsets
-            ct.scatter(student, (row, cols), zeros, mask=cols < n, check_bounds=False)
+            store_columns(student, row, cols, zeros)
     else:
         # 1. Statistics. A lane has its own maxima and sums until the end of the row, so warps do not wait for each other.
-        x_top = ct.full((LANES,), -float("inf"), dtype=ct.float32)
-        y_top = ct.full((LANES,), -float("inf"), dtype=ct.float32)
+        x_top = ct.full((LANES,), LOWEST, dtype=ct.float32)
+        y_top = ct.full((LANES,), LOWEST, dtype=ct.float32)
         x_total = ct.zeros((LANES,), dtype=ct.float32)
         y_total = ct.zeros((LANES,), dtype=ct.float32)
         for step in range(STEPS):
             cols = step * (REPEAT * LANES) + offsets
-            x = ct.gather(student, (row, cols), mask=cols < n, check_bounds=False, padding_value=-float("inf"))
-            y = ct.gather(teacher, (row, cols), mask=cols < n, check_bounds=False, padding_value=-float("inf"))
-            x = x.astype(ct.float32)
-            y = y.astype(ct.float32)
-            new_top = ct.maximum(x_top, ct.max(x, axis=0))
-            base = _base(new_top)
-            added = ct.sum(ct.exp((x - base[None, :]) * per_temperature), axis=0)
-            x_total = x_total * ct.exp((x_top - base) * per_temperature) + added
-            x_top = new_top
-            new_top = ct.maximum(y_top, ct.max(y, axis=0))
-            base = _base(new_top)
-            added = ct.sum(ct.exp((y - base[None, :]) * per_temperature), axis=0)
-            y_total = y_total * ct.exp((y_top - base) * per_temperature) + added
-            y_top = new_top
-        x_base = ct.max(x_top)
-        y_base = ct.max(y_top)
-        x_rest = ct.log(ct.sum(x_total * ct.exp((x_top - x_base) * per_temperature)))  # NaN for a row of -inf
-        y_rest = ct.log(ct.sum(y_total * ct.exp((y_top - y_base) * per_temperature)))
+            x_top, x_total = grow(x_top, x_total, load_columns(student, row, cols, LOWEST), per_temperature)
+            y_top, y_total = grow(y_top, y_total, load_columns(teacher, row, cols, LOWEST), per_temperature)
+        x_base, x_total = join(x_top, x_total, per_temperature)
+        y_base, y_total = join(y_top, y_total, per_temperature)
+        x_rest, y_rest = ct.log(x_total), ct.log(y_total)
         # 2. The divergences. Backwards: the end of the row was read last and is still in cache.
         of_teacher = ct.zeros((LANES,), dtype=ct.float32)
         of_student = ct.zeros((LANES,), dtype=ct.float32)
         for back in range(STEPS):
             cols = (STEPS - 1 - back) * (REPEAT * LANES) + offsets
             inside = cols < n
-            x = ct.gather(student, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
-            y = ct.gather(teacher, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
+            x = load_columns(student, row, cols, 0.0)
+            y = load_columns(teacher, row, cols, 0.0)
             x = (x - x_base) * per_temperature - x_rest
             y = (y - y_base) * per_temperature - y_rest
             if KIND == FORWARD:
@@ -101,9 +83,8 @@ def _logits_to_gradients(
         factor = ct.gather(grad_loss, first + row) * per_temperature
         for step in range(STEPS):
             cols = step * (REPEAT * LANES) + offsets
-            inside = cols < n
-            x = ct.gather(student, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
-            y = ct.gather(teacher, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
+            x = load_columns(student, row, cols, 0.0)
+            y = load_columns(teacher, row, cols, 0.0)
             x = (x - x_base) * per_temperature - x_rest
             y = (y - y_base) * per_temperature - y_rest
             if KIND == FORWARD:
@@ -113,7 +94,7 @@ def _logits_to_gradients(
             else:
                 above = _log_mixture(x, y, beta)
                 grad = (1.0 - beta) * ct.exp(x) * (ct.minimum(x - y, 0.0) - above - from_student)
-            ct.scatter(student, (row, cols), (grad * factor).astype(student.dtype), mask=inside, check_bounds=False)
+            store_columns(student, row, cols, grad * factor)
 
 
 _GRADIENTS = _logits_to_gradients.replace_hints(num_worker_warps=8)
@@ -158,9 +139,7 @@ def run(
     partial = targets[1]
     if chunks > 1:
         partial = torch.empty((v, -(-h // 4) * 4), dtype=torch.float32, device=hidden.device)[:, :h]
-    repeat, lanes = 4, 2048
-    while lanes > 64 and repeat * lanes > 2 * v:
-        repeat, lanes = (repeat // 2, lanes) if repeat > 1 else (1, lanes // 2)
+    repeat, lanes = row_step(logits, 4, 8)
     steps = -(-v // (repeat * lanes))
     numbers = (1 / temperature, beta, ignore_index)
     constants = (steps, repeat, lanes, FORWARD if beta == 0 else REVERSE if beta == 1 else MIXED)

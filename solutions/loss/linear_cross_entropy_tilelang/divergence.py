@@ -5,7 +5,8 @@ import functools
 import tilelang
 import tilelang.language as T
 import torch
-from kernel import BLOCK_K, BLOCK_M, _is_aligned, _padded, multiprocessor_count, product_kernel, reduce_block
+from _lib.tilelang.vocabulary_rows import grow, join, load_vector, reduce_block
+from kernel import BLOCK_K, BLOCK_M, _is_aligned, _padded, multiprocessor_count, product_kernel
 
 FORWARD, REVERSE, MIXED = 0, 1, 2  # KL(p | q) at beta 0, KL(q | p) at beta 1, and the divergences from a mixture
 REPEAT = 2  # vectors of each input that a thread has in flight
@@ -59,9 +60,9 @@ def logits_to_gradients_kernel(V, dtype, vec, threads, kind):
             of_student = T.alloc_local((1,), "float32")
             weight = T.alloc_local((1,), "float32")
             above = T.alloc_local((1,), "float32")
-            x_own = T.alloc_var("float32", init=0.0)
-            y_own = T.alloc_var("float32", init=0.0)
-            safe = T.alloc_var("float32", init=0.0)
+            x_own = T.alloc_local((1,), "float32")
+            y_own = T.alloc_local((1,), "float32")
+            base = T.alloc_local((1,), "float32")
             x = T.alloc_var("float32", init=0.0)
             y = T.alloc_var("float32", init=0.0)
             factor = T.alloc_var("float32", init=0.0)
@@ -72,8 +73,8 @@ def logits_to_gradients_kernel(V, dtype, vec, threads, kind):
             # 1. Statistics of both rows, of each thread first.
             x_top[0] = -T.infinity("float32")
             y_top[0] = -T.infinity("float32")
-            x_own = -T.infinity("float32")
-            y_own = -T.infinity("float32")
+            x_own[0] = -T.infinity("float32")
+            y_own[0] = -T.infinity("float32")
             x_total[0] = 0.0
             y_total[0] = 0.0
             for step in T.serial(active):
@@ -83,32 +84,12 @@ def logits_to_gradients_kernel(V, dtype, vec, threads, kind):
                         xs[i, v] = -T.infinity(dtype)
                         ys[i, v] = -T.infinity(dtype)
                     if column < V:
-                        for v in T.vectorized(vec):
-                            xs[i, v] = student[row, column + v]
-                        for v in T.vectorized(vec):
-                            ys[i, v] = teacher[row, column + v]
-                for i in T.unroll(REPEAT):
-                    for v in T.unroll(vec):
-                        x_top[0] = T.max(x_top[0], T.cast(xs[i, v], "float32"))
-                        y_top[0] = T.max(y_top[0], T.cast(ys[i, v], "float32"))
-                safe = T.if_then_else(x_top[0] == -T.infinity("float32"), 0.0, x_top[0])
-                x_total[0] = x_total[0] * T.__exp((x_own - safe) * per_temperature)
-                for i in T.unroll(REPEAT):
-                    for v in T.unroll(vec):
-                        x_total[0] += T.__exp((T.cast(xs[i, v], "float32") - safe) * per_temperature)
-                safe = T.if_then_else(y_top[0] == -T.infinity("float32"), 0.0, y_top[0])
-                y_total[0] = y_total[0] * T.__exp((y_own - safe) * per_temperature)
-                for i in T.unroll(REPEAT):
-                    for v in T.unroll(vec):
-                        y_total[0] += T.__exp((T.cast(ys[i, v], "float32") - safe) * per_temperature)
-                x_own = x_top[0]
-                y_own = y_top[0]
-            reduce_block("max", thread, warps, x_top, x_tops)
-            reduce_block("max", thread, warps, y_top, y_tops)
-            x_total[0] = x_total[0] * T.__exp((x_own - x_top[0]) * per_temperature)
-            y_total[0] = y_total[0] * T.__exp((y_own - y_top[0]) * per_temperature)
-            reduce_block("sum", thread, warps, x_total, x_totals)
-            reduce_block("sum", thread, warps, y_total, y_totals)
+                        load_vector(student, row, column, vec, xs, i)
+                        load_vector(teacher, row, column, vec, ys, i)
+                grow(T.__exp, xs, REPEAT, vec, per_temperature, x_own, x_top, base, x_total)
+                grow(T.__exp, ys, REPEAT, vec, per_temperature, y_own, y_top, base, y_total)
+            join(T.__exp, thread, warps, per_temperature, x_own, x_top, base, x_total, x_tops, x_totals)
+            join(T.__exp, thread, warps, per_temperature, y_own, y_top, base, y_total, y_tops, y_totals)
             x_total[0] = T.log(x_total[0])
             y_total[0] = T.log(y_total[0])
             # 2. The divergences. Backwards: the end of the row was read last and is still in cache.
@@ -118,10 +99,8 @@ def logits_to_gradients_kernel(V, dtype, vec, threads, kind):
                 for i in T.unroll(REPEAT):
                     column = (((steps - 1 - back) * REPEAT + i) * threads + thread) * vec
                     if column < V:
-                        for v in T.vectorized(vec):
-                            xs[i, v] = student[row, column + v]
-                        for v in T.vectorized(vec):
-                            ys[i, v] = teacher[row, column + v]
+                        load_vector(student, row, column, vec, xs, i)
+                        load_vector(teacher, row, column, vec, ys, i)
                         for v in T.unroll(vec):
                             x = (T.cast(xs[i, v], "float32") - x_top[0]) * per_temperature - x_total[0]
                             y = (T.cast(ys[i, v], "float32") - y_top[0]) * per_temperature - y_total[0]
@@ -150,10 +129,8 @@ def logits_to_gradients_kernel(V, dtype, vec, threads, kind):
                             for v in T.unroll(vec):
                                 result[v] = T.cast(0.0, dtype)
                         else:
-                            for v in T.vectorized(vec):
-                                xs[i, v] = student[row, column + v]
-                            for v in T.vectorized(vec):
-                                ys[i, v] = teacher[row, column + v]
+                            load_vector(student, row, column, vec, xs, i)
+                            load_vector(teacher, row, column, vec, ys, i)
                             for v in T.unroll(vec):
                                 x = (T.cast(xs[i, v], "float32") - x_top[0]) * per_temperature - x_total[0]
                                 y = (T.cast(ys[i, v], "float32") - y_top[0]) * per_temperature - y_total[0]

@@ -3,25 +3,10 @@
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.vocabulary_rows import grow, join, row_steps, step_columns, store_zeros
 from kernel import _multiply
 
 FORWARD, REVERSE, MIXED = 0, 1, 2  # KL(p | q) at beta 0, KL(q | p) at beta 1, and the divergences from a mixture
-
-
-@triton.jit
-def _grow(top, total, x, per_temperature):
-    """Return the maximum of each lane and its sum of exp((x - maximum) / temperature) with the columns of x."""
-    new_top = tl.maximum(top, tl.max(x, axis=0))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    added = tl.sum(tl.exp((x - base[None, :]) * per_temperature), axis=0)
-    return new_top, total * tl.exp((top - base) * per_temperature) + added
-
-
-@triton.jit
-def _joined(top, total, per_temperature):
-    """Return the maximum of a row and the logarithm of its sum, from those of its lanes."""
-    row_top = tl.max(top, axis=0)
-    return row_top, tl.log(tl.sum(total * tl.exp((top - row_top) * per_temperature), axis=0))
 
 
 @triton.jit
@@ -33,32 +18,20 @@ def _log_mixture(x, y, beta):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _logits_to_gradients(
-    x_ptr,
-    y_ptr,
-    labels_ptr,
-    grad_loss_ptr,
-    loss_ptr,
-    x_stride,
-    y_stride,
-    V,
-    per_temperature,
-    beta,
-    ignore_index,
-    KIND: tl.constexpr,
-    REPEAT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    x_ptr, y_ptr, labels_ptr, grad_loss_ptr, loss_ptr, x_stride, y_stride, V, per_temperature, beta, ignore_index,
+    KIND: tl.constexpr, REPEAT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Store the loss of a row and write the gradient of the student's logits over them."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * y_stride
-    offsets = tl.arange(0, REPEAT)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    offsets = step_columns(REPEAT, LANES)
     steps = tl.cdiv(V, REPEAT * LANES)
     if tl.load(labels_ptr + row) == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         for step in range(0, steps):
             cols = step * (REPEAT * LANES) + offsets
-            tl.store(x_ptr + cols, tl.zeros([REPEAT, LANES], dtype=x_ptr.dtype.element_ty), mask=cols < V)
+            store_zeros(x_ptr + cols, cols < V)
     else:
         # 1. Statistics. A lane has its own maxima and sums until the end of the row, so warps do not wait for each other.
         x_top = tl.full([LANES], float("-inf"), dtype=tl.float32)
@@ -69,10 +42,11 @@ def _logits_to_gradients(
             cols = step * (REPEAT * LANES) + offsets
             x = tl.load(x_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
             y = tl.load(y_ptr + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-            x_top, x_total = _grow(x_top, x_total, x, per_temperature)
-            y_top, y_total = _grow(y_top, y_total, y, per_temperature)
-        x_base, x_rest = _joined(x_top, x_total, per_temperature)
-        y_base, y_rest = _joined(y_top, y_total, per_temperature)
+            x_top, x_total = grow(x_top, x_total, x, per_temperature)
+            y_top, y_total = grow(y_top, y_total, y, per_temperature)
+        x_base, x_total = join(x_top, x_total, per_temperature)
+        y_base, y_total = join(y_top, y_total, per_temperature)
+        x_rest, y_rest = tl.log(x_total), tl.log(y_total)
         # 2. The divergences. Backwards: the end of the row was read last and is still in cache.
         of_teacher = tl.zeros([LANES], dtype=tl.float32)
         of_student = tl.zeros([LANES], dtype=tl.float32)
@@ -154,9 +128,8 @@ def run(
     if chunks > 1:
         partial = torch.empty((V, H), dtype=torch.float32, device=hidden.device)
     kind = FORWARD if beta == 0 else REVERSE if beta == 1 else MIXED
-    lanes = 2048
-    while lanes > 64 and REPEAT * lanes > 2 * V:
-        REPEAT, lanes = (REPEAT // 2, lanes) if REPEAT > 1 else (1, lanes // 2)
+    REPEAT, lanes = row_steps(logits, REPEAT, 8)
+    scalars = (logits.stride(0), teacher_logits.stride(0), V, 1 / temperature, beta, ignore_index)
     for start in range(0, M, rows):
         stop = min(M, start + rows)
         count, part, taught = stop - start, hidden[start:stop], teacher_hidden[start:stop]
@@ -164,36 +137,10 @@ def run(
         _multiply(
             taught, teacher_weight, teacher_logits, partial, count, V, G, a_rows=True, b_rows=True, stages=num_stages
         )
-        _logits_to_gradients[(count,)](
-            logits,
-            teacher_logits,
-            labels[start:],
-            grad_loss[start:],
-            loss[start:],
-            logits.stride(0),
-            teacher_logits.stride(0),
-            V,
-            1 / temperature,
-            beta,
-            ignore_index,
-            kind,
-            REPEAT,
-            lanes,
-            num_warps=8,
-        )
+        of_tokens = (labels[start:], grad_loss[start:], loss[start:])
+        _logits_to_gradients[(count,)](logits, teacher_logits, *of_tokens, *scalars, kind, REPEAT, lanes, num_warps=8)
         out = grad_hidden[start:stop]
         _multiply(logits, weight, out, partial, count, H, V, a_rows=True, b_rows=False, stages=num_stages)
-        _multiply(
-            logits,
-            part,
-            grad_weight,
-            partial,
-            V,
-            H,
-            count,
-            a_rows=False,
-            b_rows=False,
-            adds=start > 0,
-            keeps=stop < M,
-            stages=min(num_stages, 3) if start else num_stages,  # adding takes shared memory for the sums
-        )
+        sums = {"adds": start > 0, "keeps": stop < M}
+        stages = min(num_stages, 3) if start else num_stages  # adding takes shared memory for the sums
+        _multiply(logits, part, grad_weight, partial, V, H, count, a_rows=False, b_rows=False, stages=stages, **sums)
