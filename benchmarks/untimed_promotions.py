@@ -15,12 +15,18 @@ is ended and not counted. Exits with 1 if anything honest was refused.
 Nearly all of a verdict is compilation, by one processor: 28 to 39 specialisations for the cases, and up to 130 more where a
 kernel is compiled for each size of an axis. So there should be as many ``--processes`` as processors, and nothing else beside
 them. ``--series`` is the number of seconds for each series of sizes; all of them have five times as many. Each line has the
-seconds by phase. The large cases of each process take its part of the free memory.
+seconds by phase, and with one job the processor seconds of the harness and its workers. The large cases of each process take its
+part of the free memory.
+
+Each line also has the digest of the gates: of the code that judges. So verdicts of several days add up honestly: ``--merge`` counts
+those of each digest for themselves, and ``--skip`` leaves out only what today's gates have judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 import secrets
@@ -47,7 +53,7 @@ from tilegym_db.records import TILE_LANGUAGES, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox import scan
 from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
-from tilegym_db.verification.phases import INSIDE
+from tilegym_db.verification.phases import INSIDE, processor_seconds
 from tilegym_db.verification.session import BaselineCheck, Verification
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verification.worker_handle import PROMOTION, RunnerLimits, WorkerHandle
@@ -108,6 +114,16 @@ def may_run(solution: SolutionFiles, device: str) -> bool:
     return spec.role == "kernel" and not spec.omits
 
 
+@functools.cache
+def gates_digest() -> str:
+    """Return the digest of all code that decides a verdict: the rooms of verification, the sandbox, and what records say."""
+    package, found = Path(scan.__file__).parents[2], hashlib.sha256()
+    for room in ("verification", "sandbox", "records"):
+        for path in sorted((package / room).rglob("*.py")):
+            found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
 @dataclass
 class Running:
     """State that the works of one process share."""
@@ -152,13 +168,17 @@ class Running:
         if self.over:
             return
         began, seed, phases = time.monotonic(), secrets.randbits(62), dict[str, float]()
+        of_harness, of_all = time.process_time(), processor_seconds()
         found = self._verdict(number, work, seed, phases)
+        of_harness, of_all = time.process_time() - of_harness, processor_seconds() - of_all
         if self.over:
             return
         solution = self.catalog.solution(work.solution)
         line: dict[str, object] = {
             "definition": solution.record.definition,
             "solution": work.solution,
+            "digest": solution.digest,
+            "gates": gates_digest(),
             "language": solution.record.spec.language,
             "workload": work.workload.uuid,
             "axes": work.workload.axes,
@@ -168,6 +188,7 @@ class Running:
             "seed": seed,
             "seconds": round(time.monotonic() - began, 1),
             "phases": phases,
+            "processor": {"harness": round(of_harness, 2), "workers": round(of_all - of_harness, 2)},
         }
         with self.lock:
             self.lines.append(line)
@@ -204,7 +225,8 @@ def run(options: argparse.Namespace) -> list[dict[str, object]]:
     """Judge this process's part until the deadline, and return the lines."""
     one_thread_each()
     catalog = Catalog.default()
-    skipped = {(str(line["solution"]), str(line["workload"])) for line in lines_of(options.skip)}
+    lines = [line for line in lines_of(options.skip) if line.get("gates") == gates_digest()]
+    skipped = {(str(line["solution"]), str(line["workload"])) for line in lines}
     works = [work for work in in_turns(catalog, options.names, options.device) if work.key not in skipped]
     number, count = options.part
     mine = list(islice(works[number::count], options.total and -(-options.total // count)))
@@ -233,7 +255,14 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def show(lines: Sequence[dict[str, object]]) -> int:
-    """Print the counts and each refusal; return the exit status."""
+    """Print the counts and each refusal, for each digest of the gates; return the exit status."""
+    of_gates = dict[str, list[dict[str, object]]]()
+    for line in lines:
+        of_gates.setdefault(str(line.get("gates", "unknown")), []).append(line)
+    return max([_show(gates, found) for gates, found in of_gates.items()], default=1)
+
+
+def _show(gates: str, lines: Sequence[dict[str, object]]) -> int:
     statuses = Counter(str(line["status"]) for line in lines)
     refused = [line for line in lines if line["status"] not in ("PASSED", "UNSUPPORTED")]
     for line in refused:
@@ -242,7 +271,7 @@ def show(lines: Sequence[dict[str, object]]) -> int:
     seconds = sorted(float(str(line["seconds"])) for line in lines) or [0.0]
     definitions = {line["definition"] for line in lines}
     print(
-        f"{judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
+        f"gates {gates}: {judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
         f"{len(refused)} false rejects, {statuses['UNSUPPORTED']} unsupported; {seconds[len(seconds) // 2]} s each (median)"
     )
     print("; ".join(f"{phase} {share:.0%}" for phase, share in shares(lines).items()))

@@ -555,7 +555,9 @@ def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
     found = list[_Mean]()
     for kind in range(2):
         sums = [_Sums(*answer) for answer in answers[kind]]
-        found += [(_mean(sums[number : len(axes) * len(parts) : len(parts)]), part) for number, part in enumerate(parts)]
+        found += [
+            (_mean(sums[number : len(axes) * len(parts) : len(parts)]), part) for number, part in enumerate(parts)
+        ]
         for number, axis in enumerate(grouped):
             start = len(axes) * len(parts) + number * LANES
             lanes = _of_lanes(sums[start : start + LANES])
