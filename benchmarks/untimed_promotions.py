@@ -18,15 +18,13 @@ them. ``--series`` is the number of seconds for each series of sizes; all of the
 seconds by phase, and with one job the processor seconds of the harness and its workers. The large cases of each process take its
 part of the free memory.
 
-Each line also has the digest of the gates: of the code that judges. So verdicts of several days add up honestly: ``--merge`` counts
-those of each digest for themselves, and ``--skip`` leaves out only what today's gates have judged.
+Each line also has a digest of the code that judges. So verdicts of several days may be kept in one file: ``--merge`` counts those
+of each digest for themselves, by Definition, and ``--skip`` leaves out only what today's code has judged.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
 import math
 import secrets
@@ -34,7 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -44,7 +42,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
 
 from false_rejects import by_size
-from in_processes import one_thread_each, run_parts, without
+from in_processes import by_gates, gates_digest, one_thread_each, run_parts, without
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.plan import fits_a_cpu
@@ -112,16 +110,6 @@ def may_run(solution: SolutionFiles, device: str) -> bool:
     if device == CPU:
         return spec.provides != "compile" and all(one.startswith("torch") for one in spec.dependencies)
     return spec.role == "kernel" and not spec.omits
-
-
-@functools.cache
-def gates_digest() -> str:
-    """Return the digest of all code that decides a verdict: the rooms of verification, the sandbox, and what records say."""
-    package, found = Path(scan.__file__).parents[2], hashlib.sha256()
-    for room in ("verification", "sandbox", "records"):
-        for path in sorted((package / room).rglob("*.py")):
-            found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 @dataclass
@@ -256,29 +244,27 @@ def part_of(text: str) -> tuple[int, int]:
 
 def show(lines: Sequence[dict[str, object]]) -> int:
     """Print the counts and each refusal, for each digest of the gates; return the exit status."""
-    of_gates = dict[str, list[dict[str, object]]]()
-    for line in lines:
-        of_gates.setdefault(str(line.get("gates", "unknown")), []).append(line)
-    return max([_show(gates, found) for gates, found in of_gates.items()], default=1)
+    return max([_show(gates, found) for gates, found in by_gates(lines).items()], default=1)
 
 
-def _show(gates: str, lines: Sequence[dict[str, object]]) -> int:
+def _show(gates: str, lines: Sequence[Mapping[str, object]]) -> int:
     statuses = Counter(str(line["status"]) for line in lines)
     refused = [line for line in lines if line["status"] not in ("PASSED", "UNSUPPORTED")]
     for line in refused:
-        print(f"{line['solution']} {line['axes']} {line['dtypes']}: {line['status']}: {line['reason']}")
+        print(f"{line['solution']} {line['axes']} {line['dtypes']} {line['seed']}: {line['status']}: {line['reason']}")
     judged = len(lines) - statuses["UNSUPPORTED"]
     seconds = sorted(float(str(line["seconds"])) for line in lines) or [0.0]
-    definitions = {line["definition"] for line in lines}
+    definitions = Counter(str(line["definition"]) for line in lines if line["status"] != "UNSUPPORTED")
+    print(f"code {gates}: {', '.join(f'{name} {count}' for name, count in sorted(definitions.items()))}")
     print(
-        f"gates {gates}: {judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
+        f"{judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
         f"{len(refused)} false rejects, {statuses['UNSUPPORTED']} unsupported; {seconds[len(seconds) // 2]} s each (median)"
     )
     print("; ".join(f"{phase} {share:.0%}" for phase, share in shares(lines).items()))
     return 1 if refused or not judged else 0
 
 
-def shares(lines: Sequence[dict[str, object]]) -> dict[str, float]:
+def shares(lines: Sequence[Mapping[str, object]]) -> dict[str, float]:
     """Return the share of each phase in all seconds, the largest first; phases that are parts of others come last."""
     whole, sums = sum(float(str(line["seconds"])) for line in lines), Counter[str]()
     for line in lines:
