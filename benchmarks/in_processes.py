@@ -7,20 +7,42 @@ keeps its processor busy: four promotions on two processors took 142 s so, and 4
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import tilegym_db
 from tilegym_db.sandbox.worker import processors
 
 TO_END_S = 8.0
 """Seconds that a process has to end after its deadline."""
 THREADS = "OMP_NUM_THREADS"
+
+
+@functools.cache
+def gates_digest() -> str:
+    """Return a digest of the code that decides a verdict: verification, the sandbox, and the records that they read."""
+    package, found = Path(tilegym_db.__file__).parent, hashlib.sha256()
+    for room in ("records", "sandbox", "verification"):
+        for path in sorted((package / room).rglob("*.py")):
+            found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def by_gates(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return digest -> the verdicts of that code, the newest last; those of unknown code have one name."""
+    found = dict[str, list[Mapping[str, Any]]]()
+    for line in lines:
+        found.setdefault(str(line.get("gates", "unknown")), []).append(line)
+    return found
 
 
 def one_thread_each() -> None:

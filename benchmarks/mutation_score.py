@@ -34,7 +34,7 @@ import time
 import tomllib
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from exploits.held_out import CONTROL, held_out_mutants
 from exploits.mutant_judge import REFERENCE, WHOLE, Judge, Target, UnfitSourceError, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
-from in_processes import one_thread_each, run_parts, without
+from in_processes import by_gates, gates_digest, one_thread_each, run_parts, without
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import scratch_folder
@@ -124,6 +124,7 @@ class Score:
         """Count one, and name it where it survived."""
         source = {"definition": target.definition.name, "solution": target.name, "language": target.language}
         line = source | {"kind": mutant.kind, "place": mutant.place, "outcome": outcome, "note": note}
+        line["gates"] = gates_digest()
         with self._lock:
             if self._out is not None:
                 self._out.write(json.dumps(line) + "\n")
@@ -132,7 +133,7 @@ class Score:
             if survivor:
                 print(survivor, flush=True)
 
-    def count(self, line: dict[str, str]) -> str:
+    def count(self, line: Mapping[str, str]) -> str:
         """Take in a line; what it says of a mutant that passed, or nothing. Not safe to use from several threads."""
         outcome, note = line["outcome"], line["note"]
         for counted in (self.counts[f"{line['definition']} | {line['language']}"], self.kinds[line["kind"]]):
@@ -327,12 +328,18 @@ def main() -> None:
         arguments = without(sys.argv[1:], "--processes", "--out")
         run_parts(__file__, arguments, options.processes, options.out, options.deadline)
         merged = [options.out]
-    if merged:
+    if not merged:
+        show(run_as(options))
+    for gates, lines in by_gates(judged_in(merged or ())).items():
         score = Score()
-        for line in judged_in(merged):
+        for line in lines:
             score.count(line)
-    else:
-        score = run_as(options)
+        print(f"\ncode {gates}")
+        show(score)
+
+
+def show(score: Score) -> None:
+    """Print the tables, and what passed."""
     print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
     print("\n".join(sorted(score.survivors)))
 

@@ -15,7 +15,11 @@ is ended and not counted. Exits with 1 if anything honest was refused.
 Nearly all of a verdict is compilation, by one processor: 28 to 39 specialisations for the cases, and up to 130 more where a
 kernel is compiled for each size of an axis. So there should be as many ``--processes`` as processors, and nothing else beside
 them. ``--series`` is the number of seconds for each series of sizes; all of them have five times as many. Each line has the
-seconds by phase. The large cases of each process take its part of the free memory.
+seconds by phase, and with one job the processor seconds of the harness and its workers. The large cases of each process take its
+part of the free memory.
+
+Each line also has a digest of the code that judges. So verdicts of several days may be kept in one file: ``--merge`` counts those
+of each digest for themselves, by Definition, and ``--skip`` leaves out only what today's code has judged.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -38,7 +42,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).parent))  # the other scripts, however this file is loaded
 
 from false_rejects import by_size
-from in_processes import one_thread_each, run_parts, without
+from in_processes import by_gates, gates_digest, one_thread_each, run_parts, without
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.plan import fits_a_cpu
@@ -47,7 +51,7 @@ from tilegym_db.records import TILE_LANGUAGES, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox import scan
 from tilegym_db.verification.expected import ExpectedCache, WorkloadContents
-from tilegym_db.verification.phases import INSIDE
+from tilegym_db.verification.phases import INSIDE, processor_seconds
 from tilegym_db.verification.session import BaselineCheck, Verification
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verification.worker_handle import PROMOTION, RunnerLimits, WorkerHandle
@@ -152,13 +156,17 @@ class Running:
         if self.over:
             return
         began, seed, phases = time.monotonic(), secrets.randbits(62), dict[str, float]()
+        of_harness, of_all = time.process_time(), processor_seconds()
         found = self._verdict(number, work, seed, phases)
+        of_harness, of_all = time.process_time() - of_harness, processor_seconds() - of_all
         if self.over:
             return
         solution = self.catalog.solution(work.solution)
         line: dict[str, object] = {
             "definition": solution.record.definition,
             "solution": work.solution,
+            "digest": solution.digest,
+            "gates": gates_digest(),
             "language": solution.record.spec.language,
             "workload": work.workload.uuid,
             "axes": work.workload.axes,
@@ -168,6 +176,7 @@ class Running:
             "seed": seed,
             "seconds": round(time.monotonic() - began, 1),
             "phases": phases,
+            "processor": {"harness": round(of_harness, 2), "workers": round(of_all - of_harness, 2)},
         }
         with self.lock:
             self.lines.append(line)
@@ -204,7 +213,8 @@ def run(options: argparse.Namespace) -> list[dict[str, object]]:
     """Judge this process's part until the deadline, and return the lines."""
     one_thread_each()
     catalog = Catalog.default()
-    skipped = {(str(line["solution"]), str(line["workload"])) for line in lines_of(options.skip)}
+    lines = [line for line in lines_of(options.skip) if line.get("gates") == gates_digest()]
+    skipped = {(str(line["solution"]), str(line["workload"])) for line in lines}
     works = [work for work in in_turns(catalog, options.names, options.device) if work.key not in skipped]
     number, count = options.part
     mine = list(islice(works[number::count], options.total and -(-options.total // count)))
@@ -233,14 +243,19 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def show(lines: Sequence[dict[str, object]]) -> int:
-    """Print the counts and each refusal; return the exit status."""
+    """Print the counts and each refusal, for each digest of the gates; return the exit status."""
+    return max([_show(gates, found) for gates, found in by_gates(lines).items()], default=1)
+
+
+def _show(gates: str, lines: Sequence[Mapping[str, object]]) -> int:
     statuses = Counter(str(line["status"]) for line in lines)
     refused = [line for line in lines if line["status"] not in ("PASSED", "UNSUPPORTED")]
     for line in refused:
-        print(f"{line['solution']} {line['axes']} {line['dtypes']}: {line['status']}: {line['reason']}")
+        print(f"{line['solution']} {line['axes']} {line['dtypes']} {line['seed']}: {line['status']}: {line['reason']}")
     judged = len(lines) - statuses["UNSUPPORTED"]
     seconds = sorted(float(str(line["seconds"])) for line in lines) or [0.0]
-    definitions = {line["definition"] for line in lines}
+    definitions = Counter(str(line["definition"]) for line in lines if line["status"] != "UNSUPPORTED")
+    print(f"code {gates}: {', '.join(f'{name} {count}' for name, count in sorted(definitions.items()))}")
     print(
         f"{judged} verdicts on {len({line['solution'] for line in lines})} honest solutions of {len(definitions)} definitions: "
         f"{len(refused)} false rejects, {statuses['UNSUPPORTED']} unsupported; {seconds[len(seconds) // 2]} s each (median)"
@@ -249,7 +264,7 @@ def show(lines: Sequence[dict[str, object]]) -> int:
     return 1 if refused or not judged else 0
 
 
-def shares(lines: Sequence[dict[str, object]]) -> dict[str, float]:
+def shares(lines: Sequence[Mapping[str, object]]) -> dict[str, float]:
     """Return the share of each phase in all seconds, the largest first; phases that are parts of others come last."""
     whole, sums = sum(float(str(line["seconds"])) for line in lines), Counter[str]()
     for line in lines:

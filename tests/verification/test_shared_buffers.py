@@ -24,7 +24,7 @@ from tilegym_db.sandbox.shared_buffers import (
     tensors_of_slot,
 )
 from tilegym_db.verification.expected import make_oracle_case
-from tilegym_db.verification.verifier import check_memory, fill_slot
+from tilegym_db.verification.verifier import check_memory, fill_slot, is_same_outside
 
 
 def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None = None, **axes: int) -> Case:
@@ -181,3 +181,16 @@ def test_bytes_are_compared_whatever_the_strides(shape, strides):
     assert same_bytes(kept, other)
     other.view(-1)[-1] = 1
     assert not same_bytes(kept, other)
+
+
+@pytest.mark.parametrize("strides", ["strided(8, 1)", "strided(12, 1)", "strided(1, 4)"])
+def test_memory_that_is_compared_whole_shows_each_stray_byte(strides, operator):
+    one = case(layouts={"x": strides})
+    with SharedBuffers(plan_slot(operator(), one), 1, "cpu") as buffers:
+        before, out = buffers.slot(0).clone(), buffers.plan.outputs[0]
+        buffers.tensor(0, "out").fill_(3)
+        assert is_same_outside(before, buffers.slot(0), [out])
+        for stray in (0, out.offset - 1, out.offset + out.span, buffers.plan.inputs[0].offset, before.numel() - 1):
+            buffers.slot(0)[stray] ^= 1
+            assert not is_same_outside(before, buffers.slot(0), [out]), stray
+            buffers.slot(0)[stray] ^= 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,15 +71,21 @@ class Rows:
         return torch.where(self.scale > 0, share, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
 
     @property
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The Frobenius norms of the error and of the oracle."""
+        return torch.linalg.vector_norm(self.error), torch.linalg.vector_norm(self.want)
+
+    @property
     def rel_fro(self) -> float:
         """Relative Frobenius error of all rows; inf if the oracle is zero and the result is not."""
-        return _ratio_of_norms(self.error, self.want)
+        return _ratio(*numbers(*self.norms))
 
     @property
     def deviation(self) -> ReferenceDeviation:
         """The error of the result as a :class:`ReferenceDeviation`, if the result is the reference's."""
         of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # 0 / 0 counts as no error
-        return ReferenceDeviation(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
+        norm, scale, row, element = numbers(*self.norms, self.relative.max(), of_bound.max())
+        return ReferenceDeviation(_ratio(norm, scale), row, element)
 
 
 def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
@@ -106,11 +115,20 @@ def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     """
     finite = _finite_in_both(actual, oracle)
     want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
-    return _ratio_of_norms(_absolute_error(actual, want, finite), want)
+    error = _absolute_error(actual, want, finite)
+    return _ratio(*numbers(torch.linalg.vector_norm(error), torch.linalg.vector_norm(want)))
 
 
-def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
-    norm, scale = (float(torch.linalg.vector_norm(value)) for value in (error, want))
+def numbers(*values: torch.Tensor) -> list[float]:
+    """Return the numbers that tensors of one element hold, by one question to the device.
+
+    A GPU answers after all its earlier work, and later if other processes use it: a promotion asks thousands of times.
+    """
+    found: list[float] = torch.stack([value.double() for value in values]).tolist()
+    return found
+
+
+def _ratio(norm: float, scale: float) -> float:
     if scale == 0.0 or not math.isfinite(norm):
         return 0.0 if norm == 0.0 else math.inf
     return norm / scale
@@ -123,15 +141,18 @@ def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool
     because full masks would dominate the time of a comparison on a CPU.
     """
     most = torch.finfo(actual.dtype if rounded else torch.float64).max
-    if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
+    if not actual.numel():
+        return None
+    largest, of_oracle = numbers(_largest(actual), _largest(oracle))
+    if largest < math.inf and of_oracle <= most:
         return None
     return torch.isfinite(_wide(actual)) & torch.isfinite(_wide(oracle.to(actual.dtype) if rounded else oracle))
 
 
-def _largest(value: torch.Tensor) -> float:
+def _largest(value: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value; NaN if one is NaN."""
     low, high = torch.aminmax(_wide(value))
-    return float(torch.maximum(low.abs(), high.abs()))
+    return torch.maximum(low.abs(), high.abs())
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -221,9 +242,9 @@ def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: L
     if truth.numel() < MIN_ELEMENTS_FOR_EXACT:
         return False
     size, judged, _ = _by_size(rows, as_written.dtype)
-    return bool(judged.any()) and not bool(
-        (judged & (rows.error > size.mul_(RELATIVE_OF_REFERENCE * limits.rtol))).any()
-    )
+    off = judged & (rows.error > size.mul_(RELATIVE_OF_REFERENCE * limits.rtol))
+    has_judged, has_off = numbers(judged.any(), off.any())
+    return bool(has_judged) and not has_off
 
 
 def _by_size(rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -284,11 +305,12 @@ def _check_relative(
     size, judged, probable = _by_size(rows, actual.dtype)
     cut = judged & (actual.reshape(size.shape) == 0) & (rows.error > 0)
     off = judged & probable & (rows.error > size.mul_(RELATIVE_OF_SOLUTION * limits.rtol))
-    counted = max(int(judged.sum()), 1)
-    if bool(off.any()):
+    judged_count, off_count, cut_count = (int(number) for number in numbers(judged.sum(), off.sum(), cut.sum()))
+    counted = max(judged_count, 1)
+    if off_count:
         wrong = off
         what = f"of {counted} probabilities are off by more than {RELATIVE_OF_SOLUTION * limits.rtol:g} of themselves"
-    elif int(cut.sum()) > MAX_CUT_SHARE * counted:
+    elif cut_count > MAX_CUT_SHARE * counted:
         wrong, what = cut, f"of {counted} elements are zero, which the reference gives to their last digits"
     else:
         return close
@@ -310,9 +332,11 @@ def _check_close(
         # Round to the output dtype first: a value that overflows there is expected to be infinite.
         mask_wrong = _mask_mismatch(actual, oracle.to(actual.dtype))
         wrong |= mask_wrong
-    count = int(wrong.sum()) if bool(wrong.any()) else 0
-
-    rel_fro, worst_row = rows.rel_fro, int(row_rel.argmax())
+    worst, at = row_rel.max(dim=0)
+    norm, scale, worst_row_rel, place, largest, exceeding = numbers(
+        *rows.norms, worst, at, rows.error.max(), wrong.sum()
+    )
+    rel_fro, worst_row, count = _ratio(norm, scale), int(place), int(exceeding)
     allowed, cap = E_BASE_FACTOR * e_base.rel_fro, TAU_CAP * limits.tau
     few = actual.dim() > 1 and rows.want.shape[0] < AVERAGING_ROWS
     limit = min(max(FACTOR_BELOW_THEM * limits.tau if few else limits.tau, allowed), cap)
@@ -322,8 +346,7 @@ def _check_close(
         E_BASE_FACTOR * most,
         WORST_ROW_FACTOR * max(cap, TAU_CAP * limits.row_tau),
     )
-    worst_row_rel = float(row_rel[worst_row])
-    figures = (rel_fro, worst_row_rel, float(rows.error.max()), 1.0 - count / actual.numel())
+    figures = (rel_fro, worst_row_rel, largest, 1.0 - count / actual.numel())
 
     shown: torch.Tensor | None = None
     gate, what = None, ""
@@ -429,6 +452,8 @@ BIAS_PARTS = 4
 LANES = 8
 """Columns whose remainders differ: as many elements of half precision as a vector of 16 bytes has."""
 _BIAS_ELEMENTS = 1 << 18
+_EXPONENT_BITS = 0x7FF << 52
+"""Of a float64; alone, they are the largest power of two up to a number."""
 
 
 def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
@@ -450,73 +475,133 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
     every = max(1, count * columns // _BIAS_ELEMENTS)
     shape = actual.shape if every == 1 else (-(-count // every), columns)
     want, info = rows.want[::every], torch.finfo(actual.dtype)
-    steps = torch.ldexp(torch.full_like(want, info.eps), torch.frexp(want).exponent - 1)
     counted = (want.abs() >= (SMALL_IN_ROW * rows.rms[::every]).clamp_min(info.tiny)) & (want.abs() <= info.max)
     if rows.finite is not None:
         counted &= rows.finite.reshape(count, columns)[::every]
+    steps = (want.view(torch.int64) & _EXPONENT_BITS).view(torch.float64).mul_(info.eps)
     error = actual.reshape(count, columns)[::every].double().sub_(want).div_(steps).clamp_(-MAX_STEPS, MAX_STEPS)
-    error = torch.where(counted, error, 0.0)
-    signed = (error * want.sign(), error)
-    candidates = [(_mean(value.reshape(shape), counted.reshape(shape)), slice(None)) for value in signed]
-    step = columns // BIAS_PARTS
-    if step >= 2 * MIN_BIAS_SIDE:
-        parts = [slice(part * step, (part + 1) * step) for part in range(BIAS_PARTS)]
-        candidates += [
-            (_mean(value.reshape(shape)[..., part], counted.reshape(shape)[..., part]), part)
-            for value in signed
-            for part in parts
-        ]
-    for value in signed:
-        candidates += _of_lanes(value, counted)
-        if actual.dim() == 2 and every == 1:  # rows of more dimensions are of several heads, each with another factor
-            candidates += [(found, slice(None)) for found, _ in _of_lanes(value.T, counted.T)]
-    found, part = max(candidates, key=lambda one: _significance(one[0]))
+    elements = torch.empty(3, *want.shape, dtype=torch.float64, device=want.device)
+    elements[1] = torch.where(counted, error, 0.0)
+    torch.mul(elements[1], want.sign(), out=elements[0])
+    elements[2] = counted
+    # Rows of more dimensions are of several heads, each with another factor.
+    means = _means(elements.view(3, *shape), of_rows=actual.dim() == 2 and every == 1)
+    found, part = max(means, key=lambda one: _significance(one[0]))
     several = want[:, part][counted[:, part]].sort().values.diff() > 0 if abs(found[0]) > MAX_BIAS else None
     return (0.0, 0.0) if several is not None and int(several.sum()) < MIN_BIAS_VALUES else found
 
 
-def _mean(error: torch.Tensor, counted: torch.Tensor) -> tuple[float, float]:
-    """Return the mean of the counted elements and its standard error, by every axis; 0 if an axis has too few."""
-    total, variance = counted.sum().clamp_min(1), 0.0
-    mean = float(error.sum() / total)
-    for dim in (dim for dim in range(error.dim()) if error.shape[dim] >= MIN_BIAS_SIDE):
-        others = [other for other in range(error.dim()) if other != dim]
-        share = counted.sum(dim=others)
-        if int((share > 0).sum()) < MIN_BIAS_SIDE:
-            return 0.0, 0.0
-        variance += float(((error.sum(dim=others) - mean * share) / total).square().sum())
-    return mean, math.sqrt(variance)
+class _Sums(NamedTuple):
+    """Sums over the lines of an axis: of their errors, their counted elements, the lines that have some, and products of these.
 
-
-def _of_lanes(error: torch.Tensor, counted: torch.Tensor) -> list[tuple[tuple[float, float], slice]]:
-    """Return for each lane ((difference of its mean from that of the other lanes, standard error), its columns).
-
-    A lane is all columns whose numbers are equal modulo 8, 4 or 2. Other code may round one lane of a vector than the
-    others. Errors that all lanes share cancel in the difference.
+    The means of any lines and their standard errors follow from such sums, so a few sums of the elements serve all of them.
     """
-    rows, columns = error.shape
-    groups = columns // LANES
-    if groups < MIN_BIAS_SIDE or rows < MIN_BIAS_SIDE:
-        return []
-    sums = error[:, : groups * LANES].reshape(rows, groups, LANES).sum(0)  # of each column
-    shares = counted[:, : groups * LANES].reshape(rows, groups, LANES).sum(0)
-    found: list[tuple[tuple[float, float], slice]] = []
-    for step in (2, 4, LANES):
-        for lane in range(step):
-            others = [other for other in range(LANES) if other % step != lane]
-            parts = [_of_columns(sums[:, part], shares[:, part]) for part in (slice(lane, None, step), others)]
-            if None not in parts:
-                (mean, variance), (of_others, further) = filter(None, parts)
-                found.append(((mean - of_others, math.sqrt(variance + further)), slice(lane, None, step)))
+
+    error: float
+    count: float
+    lines: float
+    squares: float
+    products: float
+    squared_counts: float
+
+    def plus(self, other: _Sums) -> _Sums:
+        """Return the sums over the lines of both."""
+        return _Sums(*map(operator.add, self, other))
+
+    def variance(self, mean: float, total: float) -> float:
+        """Return the variance of a mean over ``total`` elements, if the lines of this axis are independent."""
+        spread = self.squares - 2 * mean * self.products + mean * mean * self.squared_counts
+        return max(spread, 0.0) / (total * total)
+
+
+_Mean = tuple[tuple[float, float], slice]
+"""A mean error with its standard error, and its columns."""
+
+
+def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
+    """Return the means of all columns, of quarters of them, and of lanes, for errors of two kinds of signs.
+
+    A lane is all columns, or with ``of_rows`` all rows of a matrix, whose numbers are equal modulo 8, 4 or 2.
+
+    Args:
+        elements: the errors away from zero, the errors upwards, and 1 for each element that counts, in the shape of the result,
+            ``[3, ..., columns]``. The errors of elements that do not count are zero.
+        of_rows: the rows of a matrix are one after the other.
+    """
+    shape, last = elements.shape[1:], elements.dim() - 2
+    step = shape[-1] // BIAS_PARTS
+    quarters = [slice(part * step, (part + 1) * step) for part in range(BIAS_PARTS if step >= 2 * MIN_BIAS_SIDE else 0)]
+    parts = [slice(None), *quarters]
+    axes = [axis for axis, size in enumerate(shape) if size >= MIN_BIAS_SIDE]
+    asked, lines = list[torch.Tensor](), dict[int, torch.Tensor]()
+    for axis in axes:
+        others = [1 + other for other in range(last) if other != axis]
+        columns = elements.sum(dim=others) if others else elements
+        of_quarters = columns[..., : len(quarters) * step].unflatten(-1, (len(quarters), step)) if quarters else None
+        if axis == last:
+            lines[axis] = columns
+            asked += [_sums_of(columns)[..., None], *([_sums_of(of_quarters)] if of_quarters is not None else ())]
+        else:
+            lines[axis] = columns.sum(dim=-1)
+            summed = [lines[axis][..., None], *([of_quarters.sum(dim=-1)] if of_quarters is not None else ())]
+            asked.append(_sums_of(torch.cat(summed, dim=-1).transpose(1, 2)))
+    grouped = []
+    for axis in (last, 0) if of_rows else (last,):
+        groups = shape[axis] // LANES
+        if groups >= MIN_BIAS_SIDE and elements[0].numel() >= MIN_BIAS_SIDE * shape[-1]:
+            grouped.append(axis)
+            asked.append(_sums_of(lines[axis][:, : groups * LANES].unflatten(-1, (groups, LANES)).transpose(1, 2)))
+    answers = torch.cat(asked, dim=-1).permute(0, 2, 1).tolist()  # one question to the device for all means
+    found = list[_Mean]()
+    for kind in range(2):
+        sums = [_Sums(*answer) for answer in answers[kind]]
+        found += [
+            (_mean(sums[number : len(axes) * len(parts) : len(parts)]), part) for number, part in enumerate(parts)
+        ]
+        for number, axis in enumerate(grouped):
+            start = len(axes) * len(parts) + number * LANES
+            lanes = _of_lanes(sums[start : start + LANES])
+            found += lanes if axis == last else [(mean, slice(None)) for mean, _ in lanes]
     return found
 
 
-def _of_columns(sums: torch.Tensor, shares: torch.Tensor) -> tuple[float, float] | None:
-    """Return the mean error by the sums of columns and its variance; None if too few columns have counted elements."""
-    if int((shares > 0).sum()) < MIN_BIAS_SIDE:
-        return None
-    mean = sums.sum() / shares.sum()
-    return float(mean), float(((sums - mean * shares) / shares.sum()).square().sum())
+def _sums_of(lines: torch.Tensor) -> torch.Tensor:
+    """Return the six numbers of :class:`_Sums` over the lines of both errors and their counts, ``[2, 6, ...]``.
+
+    Args:
+        lines: both errors and the counts of each line, ``[3, ..., lines]``.
+    """
+    errors, counts = lines[:2], lines[2:].expand(2, *lines.shape[1:])
+    terms = (errors, counts, (counts > 0).double(), errors.square(), errors * counts, counts.square())
+    return torch.stack(terms, dim=1).sum(dim=-1)
+
+
+def _mean(by_axis: Sequence[_Sums]) -> tuple[float, float]:
+    """Return the mean of the counted elements and its standard error, by every axis; 0 if an axis has too few."""
+    if not by_axis or any(one.lines < MIN_BIAS_SIDE for one in by_axis):
+        return 0.0, 0.0
+    total = max(by_axis[0].count, 1.0)
+    mean = by_axis[0].error / total
+    return mean, math.sqrt(sum(one.variance(mean, total) for one in by_axis))
+
+
+def _of_lanes(sums: Sequence[_Sums]) -> list[_Mean]:
+    """Return for each lane ((difference of its mean from that of the other lanes, standard error), its columns).
+
+    Other code may round one lane of a vector than the others. Errors that all lanes share cancel in the difference.
+    """
+    found = list[_Mean]()
+    for step in (2, 4, LANES):
+        for lane in range(step):
+            parts = [
+                functools.reduce(_Sums.plus, chosen)
+                for chosen in (sums[lane::step], [one for other, one in enumerate(sums) if other % step != lane])
+            ]
+            if all(part.lines >= MIN_BIAS_SIDE for part in parts):
+                (mean, of_others) = (part.error / part.count for part in parts)
+                errors = (part.variance(part.error / part.count, part.count) for part in parts)
+                found.append(((mean - of_others, math.sqrt(sum(errors))), slice(lane, None, step)))
+    return found
 
 
 def _significance(found: tuple[float, float]) -> float:

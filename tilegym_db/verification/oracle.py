@@ -247,8 +247,7 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
         else:
             whole[name] = value
     lifted = lift(whole)
-    mode: Any = Lifted(slices) if slices else LiftedCalls()
-    with mode:
+    with LiftedCalls(slices):
         return run_reference(
             definition, {name: lifted.get(name, value) for name, value in inputs.items()}, source=source, label=label
         )
@@ -428,7 +427,7 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slice_.double()
 
 
-_T = torch.Tensor
+_T, _F = torch.Tensor, torch.nn.functional
 PLAIN_CALLS = frozenset(
     {
         *(torch.einsum, torch.matmul, torch.mm, torch.bmm, torch.baddbmm, torch.softmax, torch.exp, torch.rsqrt, torch.cat),
@@ -437,6 +436,9 @@ PLAIN_CALLS = frozenset(
         *(_T.__getitem__, _T.__setitem__, _T.masked_fill, _T.triu, _T.tril, _T.transpose, _T.permute, _T.reshape, _T.view),
         *(_T.unbind, _T.expand, _T.unsqueeze, _T.squeeze, _T.chunk, _T.flatten, _T.contiguous, _T.clone, _T.dim, _T.numel),
         *(_T.ge, _T.gt, _T.le, _T.lt, _T.__invert__, _T.__and__, _T.__or__, _T.long, _T.is_inference, torch.ones),
+        *(_T.__eq__, _T.__ne__, _T.eq, _T.ne, _T.__rsub__, _T.__rtruediv__, _T.__len__, _T.to, _T.clamp, _T.pow, _T.cumsum),
+        *(_T.gather, _T.index_select, _T.unflatten, _T.sigmoid, torch.sigmoid, torch.tanh, torch.log, torch.log1p),
+        *(torch.expm1, _F.linear, _F.silu),
     }
 )  # fmt: skip
 """Functions that add no dtype argument. On fp64 tensors they give the same bits without a dispatch mode."""
@@ -446,28 +448,43 @@ FLOAT_CASTS = frozenset({_T.float, _T.half, _T.bfloat16, _T.double})
 class LiftedCalls(TorchFunctionMode):
     """Mode with the results of :class:`Lifted`, for references that call thousands of small operators.
 
-    A dispatch mode costs 10 us for each operator, of which ``einsum`` calls six. So only calls that may cast enter it.
+    A dispatch mode costs 10 us for each operator, of which ``einsum`` calls six. So only calls that may cast enter it, or that
+    read a sliced input.
     """
 
-    def __init__(self) -> None:
-        """Create the mode."""
+    def __init__(self, slices: Sequence[SlicedInput] = ()) -> None:
+        """Create the mode; see :class:`Lifted`."""
         super().__init__()
-        self._lifted: Any = Lifted()
+        self._slices = {id(item.value) for item in slices}
+        self._lifted: Any = Lifted(slices)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function, under :class:`Lifted` if it may cast."""
         kwargs = kwargs or {}
-        if func in PLAIN_CALLS:
+        if self._slices and self._reads_slices((*args, *kwargs.values())):
+            pass
+        elif func in PLAIN_CALLS:
             if kwargs.get("dtype") not in LIFTED_DTYPES and not any(map(_is_float_dtype, args)):
                 return func(*args, **kwargs)
+            if func is _T.to and len(args) == 2 and not kwargs and args[0].dtype is torch.float64:
+                return args[0].clone()
         elif func in FLOAT_CASTS and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
             return args[0].clone()  # a cast between two dtypes copies
         elif getattr(func, "__name__", "") == "__get__":
             return func(*args)  # an attribute, such as the shape
+        elif func is torch.where and any(isinstance(value, torch.Tensor) for value in args[1:]):
+            return func(*args, **kwargs)  # of two plain numbers, PyTorch makes a tensor of its default dtype
         with self._lifted:
             return func(*args, **kwargs)
+
+    def _reads_slices(self, values: Sequence[Any]) -> bool:
+        return any(
+            id(value) in self._slices
+            or (isinstance(value, list | tuple) and any(id(part) in self._slices for part in value))
+            for value in values
+        )
 
 
 def _is_float_dtype(value: Any) -> bool:

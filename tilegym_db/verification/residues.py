@@ -217,7 +217,8 @@ class _Run:
         made = memory.play(batch, (), how, seconds=REQUEST_S)
         self.seconds += max(0.0, time.monotonic() - began - (time.thread_time() - working))
         for number in () if isinstance(made, Failure) else batch[:made]:
-            if memory.judge([number], how) is not None:
+            # Judged by its own oracle, few results need the evaluations that excuse elements.
+            if memory.judge([number], how, excused=False) is not None:
                 failure = self._judge_alone(memory, number, how)
                 if failure is not None:
                     return failure

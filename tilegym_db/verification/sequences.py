@@ -176,12 +176,13 @@ class SequenceMemory:
         reply = self.handle.repeat_calls(order, count, threads=threads, seconds=seconds, watched=watched)
         return reply if isinstance(reply, Failure) else mismatch_failure(reply, self.steps[order[0]].case) or reply
 
-    def judge(self, numbers: Iterable[int], how: str) -> Failure | None:
-        """Compare the outputs of these steps with the oracle."""
+    def judge(self, numbers: Iterable[int], how: str, *, excused: bool = True) -> Failure | None:
+        """Compare the outputs of these steps with the oracle; see :func:`tilegym_db.verification.verifier.judge`."""
         for number in numbers:
             expected = self.steps[number].expected
             if expected is not None:
-                found = judge(self.handle.definition, self.handle.solution.record, expected, self.outputs(number))
+                definition, record = self.handle.definition, self.handle.solution.record
+                found = judge(definition, record, expected, self.outputs(number), excused=excused)
                 if isinstance(found, Failure):
                     return replace(found, gate="sequence", reason=f"{how}: {found.reason}")
         return None
