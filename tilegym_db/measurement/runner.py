@@ -143,7 +143,7 @@ class Runner:
             if record.spec.deterministic:
                 wrong = [name for name, want in verified.outputs[number].items() if not same_bytes(found[name], want)]
             else:
-                outcome = judge(self.definition, record, pool.contents[number], found)
+                outcome = judge(self.definition, record, pool.contents[number].with_inputs(), found)
                 wrong = [outcome.output or ""] if isinstance(outcome, Failure) else []
             if wrong:
                 reason = f"{wrong[0]}: the timed calls left another result than the verified ones"

@@ -487,7 +487,7 @@ SLOW_ORACLE_S = 0.5
 """Seconds of an oracle above which those of several contents are evaluated together."""
 MAX_FRESH_AT_ONCE = 8
 KEPT_BYTES = 2 << 30
-"""Bytes of inputs above which contents that are not timed are drawn one at a time, and again when they are used."""
+"""Bytes of inputs above which contents are drawn one at a time, and again when they are used."""
 
 CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
 
@@ -609,7 +609,7 @@ class WorkloadContents:
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
     kept_bytes: int = KEPT_BYTES
-    """Contents with larger inputs are kept without them, except for those that are timed."""
+    """Contents with larger inputs are kept without them, unless a call overwrites them and timing restores them."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
     _seconds: float = 0.0
@@ -645,8 +645,8 @@ class WorkloadContents:
                 contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
                 for number, distribution in enumerate(distributions)
             ]
-            timed = kept is contents.sets
-            for case, expected in zip(cases, contents._evaluated(cases, timed=timed), strict=True):
+            restored = kept is contents.sets and bool(definition.in_place)
+            for case, expected in zip(cases, contents._evaluated(cases, keep=restored), strict=True):
                 if expected is None:
                     contents.dropped.append(str(case))
                 else:
@@ -710,9 +710,9 @@ class WorkloadContents:
             tried += len(cases)
             self._fresh[attempt] = known, tried
 
-    def _evaluated(self, cases: Sequence[Case], *, timed: bool = False) -> list[OracleCase | None]:
-        """Return cases of one shape with their oracles. Large inputs that are not timed are in memory one case at a time."""
-        if timed or not cases or not self._is_large(cases[0]):
+    def _evaluated(self, cases: Sequence[Case], *, keep: bool = False) -> list[OracleCase | None]:
+        """Return cases of one shape with their oracles. Unless ``keep``, large inputs are in memory one case at a time."""
+        if keep or not cases or not self._is_large(cases[0]):
             return self.cache.several(cases)
         found: list[OracleCase | None] = []
         for case in cases:

@@ -98,11 +98,11 @@ def check_own_shape(
                 outputs += [outcome[1]] if number < len(contents.sets) else []
         other = in_turn_with or contents.other
         if failure is None and other is not None:
-            failure = handle.call_in_turn(buffers, contents.sets[0], other.with_inputs(), outputs[0])
+            failure = handle.call_in_turn(buffers, contents.sets[0].with_inputs(), other.with_inputs(), outputs[0])
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
     if failure is None:
-        same = handle.check_slices(contents.sets[0], outputs[0])
+        same = handle.check_slices(contents.sets[0].with_inputs(), outputs[0])
         if isinstance(same, Failure):
             return same
         verdict.slices = same
