@@ -1,7 +1,7 @@
 """Tokens a second of decoding by model, batch and way: stock, stock compiled, other libraries, and patched, in turns.
 
 The models have the sizes of ``benchmarks/configs`` and random weights. Every way has a process with its own model. After all
-have generated once at each batch, they take turns, so that only one of them computes at a time. The time of a token is the
+have generated a few times at each batch, they take turns, so that only one of them computes at a time. The time of a token is the
 difference between a long and a short generation, over the tokens between them: what the prompt costs is in both.
 
     python benchmarks/decode_ways.py llama-3.2-1b olmoe-1b-7b --time-limit 200 --out ways.jsonl
@@ -42,6 +42,8 @@ from tilegym_db.models.random_model import load_config, unchecked_model
 CONFIGS = Path(__file__).parent / "configs"
 STOCK, COMPILED, PATCHED = "stock", "stock static + compiled", "patched"
 WAYS = (STOCK, COMPILED, *LIBRARIES, PATCHED)
+PREPARATIONS = 2
+"""Pairs of generations before the turns: graphs of a prompt are proved and captured in the third and fourth call."""
 PREPARE_SHARE = 0.7
 """Of a model's time: for imports, weights, compilation and captures of all ways, which prepare at the same time."""
 TINY = {
@@ -103,7 +105,8 @@ def serve(connection: Connection, way: str, job: Job, last_start: float) -> None
         for batch in job.batches:
             if ready and time.time() > last_start:
                 break
-            generator.pair(batch)
+            for _ in range(PREPARATIONS):
+                generator.pair(batch)
             ready.append(batch)
         connection.send(("ready", (ready, generator.version)))
         while (batch := connection.recv()) is not None:
