@@ -169,13 +169,8 @@ def compile_many(
     """Compile many jobs; each worker process serves one language at a time, and a crash or hang fails only its job.
 
     Args:
-        jobs: what to compile.
-        on_result: called in this thread with every result as it comes, in no particular order.
         processes: how many workers at most. By default one less than the machine's cores, but no more than are worth
             the seconds that each takes to import its language.
-
-    Returns:
-        The results in the order of the jobs.
     """
     results: dict[int, CompileResult] = {}
     waiting: list[tuple[int, CompileJob]] = []

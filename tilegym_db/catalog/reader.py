@@ -248,11 +248,7 @@ class Catalog:
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
-        """Return a Definition; one with saved tensors is bound to the forward that computes them.
-
-        Raises:
-            RecordError: the forward does not exist, is broken, or does not match this backward.
-        """
+        """Return a Definition; one with saved tensors is bound to the forward that computes them."""
         from tilegym_db.records.call import bind_forward
 
         if not record.saved:
@@ -339,12 +335,7 @@ class Catalog:
             self.solution(name)
 
     def refuse_unknown(self, names: Iterable[str], *, drafts: bool = False) -> None:
-        """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too.
-
-        Raises:
-            NotFoundError: a name is unknown; the message suggests the nearest ones.
-            RecordError: the record of a name is broken.
-        """
+        """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too."""
         known = {*self.definition_paths, *self.solution_paths}
         for name in names:
             if drafts and is_place(name, self):
@@ -380,12 +371,7 @@ class Catalog:
         return writers.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
-        """Add versions that the lock does not have, and return them; never change a locked digest.
-
-        Raises:
-            RecordError: the lock is damaged.
-            StoreError: the lock cannot be written.
-        """
+        """Add versions that the lock does not have, and return them; never change a locked digest."""
         from tilegym_db.catalog import writers
 
         return writers.update(self, root)
@@ -505,12 +491,7 @@ FOLDER, SUFFIX = "blob", ".safetensors"
 
 
 def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
-    """Return the path and the bytes of the file that holds an input, from the first root that has it.
-
-    Raises:
-        RecordError: the file is missing in every root, leads out of its root, or differs from its sha256; or the Workload
-            states no sha256.
-    """
+    """Return the path and the bytes of the file that holds an input, from the first root that has it."""
     root = next((root for root in roots if (root / spec.path).is_file()), None)
     if root is None:
         where = " or ".join(map(str, roots)) or "no folder: none is known here"
@@ -538,12 +519,7 @@ def check_blobs(workloads: Iterable[Workload], source: Path) -> None:
 
 
 def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) -> None:
-    """Copy the files that Workloads name from ``source`` to ``root``; existing files stay.
-
-    Raises:
-        RecordError: a file is missing, differs from its sha256, or does not lie in ``blob/``.
-        ConflictError: the root has a different file of that name.
-    """
+    """Copy the files that Workloads name from ``source`` to ``root``; existing files stay."""
     named, roots = _named(workloads), (root,) if source is None else (source,)
     new = {place: given for place, given in named.items() if not os.path.lexists(root / place)}
     for place, (name, spec) in named.items():  # check all of them before writing one
@@ -597,11 +573,7 @@ def lock_path(root: Path) -> Path:
 
 
 def read_lock(root: Path) -> Locked:
-    """Return name -> version -> digest of one root; empty if it has no lock.
-
-    Raises:
-        RecordError: the file is damaged; it is never overwritten then.
-    """
+    """Return name -> version -> digest of one root; empty if it has no lock. A damaged one is never overwritten."""
     path = lock_path(root)
     if not path.exists():
         return {}

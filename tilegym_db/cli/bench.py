@@ -213,7 +213,6 @@ def finish(
     """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``.
 
     Args:
-        asked: the names and options that chose what ran, as :func:`spelled_words` returns them.
         screens: the command verifies nothing for good.
         again: the command that was run, without the program's name.
     """

@@ -86,11 +86,7 @@ def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
 
 
 def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the targets of ``--target`` without repeats, in the order given.
-
-    Raises:
-        HardwareError: a target is unknown.
-    """
+    """Return the targets of ``--target`` without repeats, in the order given."""
     from tilegym_db.records.hardware import TARGETS, normalise_target
 
     if texts and "all" in texts:
@@ -101,12 +97,7 @@ def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
 def select_jobs(
     catalog: Catalog, names: Sequence[str], targets: Sequence[str], language: str | None, workload: str | None
 ) -> list[CompileJob]:
-    """Return what to compile: every tile solution, in every dtype and for every target that it declares.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
-    """
+    """Return what to compile: every tile solution, in every dtype and for every target that it declares."""
     from tilegym_db.backends.aot import CompileJob
     from tilegym_db.records import TILE_LANGUAGES
     from tilegym_db.records.solution import normalise_language

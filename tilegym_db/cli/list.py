@@ -176,11 +176,7 @@ def award_records(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def imported_rows(origin: str, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
-    """Return one row per record of a kind, from one data set or from ``all``.
-
-    Raises:
-        NotFoundError: the data set does not exist.
-    """
+    """Return one row per record of a kind, from one data set or from ``all``."""
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set, data_sets
 

@@ -74,15 +74,7 @@ class Answer(NamedTuple):
 
 
 def ask(question: Question, gpu: str, catalog: Catalog, table: ResolverTable | None, rule: Rule = RULE) -> Answer:
-    """Return the resolver's answer to a question.
-
-    Args:
-        question: one kind of call of a model.
-        gpu: slug or family.
-        catalog: the records.
-        table: the published measurements of the GPU; None if it has none.
-        rule: the rule for calls that were not measured.
-    """
+    """Return the resolver's answer to a question; ``rule`` decides calls that were not measured."""
     if not question.definition:
         return Answer("no definition", "")
     try:
@@ -93,11 +85,7 @@ def ask(question: Question, gpu: str, catalog: Catalog, table: ResolverTable | N
 
 
 def request_of(question: Question, catalog: Catalog, gpu: str) -> Request:
-    """Return a question as the resolver's request.
-
-    Raises:
-        RecordError, UsageError: the Definition excludes the call.
-    """
+    """Return a question as the resolver's request."""
     definition = catalog.definition(question.definition)
     layouts = question.classes(definition)
     call = Call(definition.name, question.axes, dict(question.dtypes), layouts, dict(question.scalars))
@@ -312,10 +300,7 @@ def plan_coverage(
     later ones make superfluous are taken out again.
 
     Args:
-        asked: the calls of models.
-        gpu: slug or family with published traces.
         goal: a share; the plan ends where it is reached.
-        catalog: the records; the shipped ones and the user's overlay by default.
         done: uuids of Workloads that are measured on this GPU with a result that answers nothing; no point has one of them.
         memory: bytes of the GPU's memory, by default as its vendor states it.
         costs: what measuring costs; by default as the GPU's published traces show, or those of an H200.
@@ -668,17 +653,8 @@ def measure_next(
     probably end too late is not begun, except the first.
 
     Args:
-        asked: the calls of models.
         seconds: time of this call, without the start of the process.
-        goal: as for :func:`plan_coverage`.
-        devices: as for :func:`~tilegym_db.bench`.
-        observer: callbacks for progress.
         planned: called with the plan before anything is measured.
-        costs: as for :func:`plan_coverage`.
-
-    Raises:
-        HardwareError: the GPU is not in this machine, or nothing is published for its kind.
-        UsageError: the goal or the time is not positive.
     """
     from tilegym_db.measurement.benchmark import verify
 

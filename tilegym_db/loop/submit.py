@@ -114,23 +114,13 @@ def submit(
     """Judge a submission step by step.
 
     Args:
-        task: the task that the submission is for.
-        folder: has ``kernel.py`` and ``solution.json``. The kernel runs only in a confined worker.
         gpu: the GPU to measure on; it must be the task's, which is the default.
-        home: folder of the store.
         root: catalog root for a kernel that passes; by default that of ``add-solution``, from which no experiment removes it.
-        observer: callbacks for the progress of the measurements.
 
     Returns:
         The attempt. Its verdict is ``promoted``, ``refused`` with the gate and the reason, or ``no_gpu`` if this machine
         cannot do the last steps. A later call on another machine continues a ``no_gpu`` attempt. A verdict ``pending`` with a
         reason means that other programs disturbed the measurement; a later call repeats it.
-
-    Raises:
-        UsageError: ``folder`` is not a folder.
-        HardwareError: ``gpu`` is not the task's GPU.
-        StoreError: another process is judging a submission to this task.
-        MissingPackageError: a compiler is missing in this environment.
     """
     catalog, home = Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
@@ -315,11 +305,7 @@ class AttemptRefusal:
 
 
 def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
-    """Return the Solution in a folder, or the refusal if it does not fit the task. Nothing of it runs.
-
-    Raises:
-        UsageError: ``folder`` is not a folder.
-    """
+    """Return the Solution in a folder, or the refusal if it does not fit the task. Nothing of it runs."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder. Give a folder with {' and '.join(DELIVERABLE)}.", code="folder_missing"
@@ -432,7 +418,6 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
     """Return the refusal by a workload that failed the screen, else by one at which the kernel is clearly slower than the bar.
 
     Args:
-        task: the task with its workloads and bar.
         traces: the submission's traces in tier screen or interpreter. The newest per workload counts.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
@@ -465,7 +450,6 @@ def award_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str
     """Return the refusal by the first workload without an award.
 
     Args:
-        task: the task with its workloads.
         traces: the submission's traces in the promotion tier. The newest per workload counts.
         reasons: for each trace id without an award, the reason.
     """
@@ -566,11 +550,7 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
 def leave(
     definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
 ) -> Path:
-    """Move a candidate into the user's catalog or, for the loop, into ``root``. Idempotent.
-
-    Raises:
-        ConflictError: the catalog has another Solution of that name.
-    """
+    """Move a candidate into the user's catalog or, for the loop, into ``root``. Idempotent."""
     present, mark = catalog.solution_paths.get(candidate.name), _mark(candidate.name, home)
     if root is None:
         mark.unlink(missing_ok=True)

@@ -51,19 +51,11 @@ def create_task(
     """Create a task, or return the existing one with the same content.
 
     Args:
-        definition: name of the operator.
-        language: language of the kernel.
         gpu: a slug or family, ``cpu``, or ``auto`` for the GPU of this machine. A family means the one in this machine,
             else the one with measurements.
         workload: globs over uuid, tags and axes key. By default all except those for tests; on a CPU the small ones.
-        min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: the reason for the task.
         model: digest of the model's config, for the objective ``coverage``.
-        home: folder of the store.
-
-    Raises:
-        NotFoundError: the Definition does not exist.
-        UsageError: the language or GPU is unknown, no workload or too many match, or the bar is out of range.
     """
     catalog, home = Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
@@ -95,11 +87,7 @@ def _content(
 
 
 def check_language(language: str) -> None:
-    """Raise UsageError if a language is unknown.
-
-    Raises:
-        UsageError: the message lists the known languages.
-    """
+    """Raise :class:`UsageError` if a language is unknown."""
     if language not in LANGUAGES:
         raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown")
 
@@ -138,11 +126,7 @@ def unverifiable(language: str, gpu: str, instead: str) -> str:
 
 
 def find_task(prefix: str) -> Task:
-    """Return the task whose id begins with a prefix.
-
-    Raises:
-        NotFoundError: no task or several tasks match.
-    """
+    """Return the only task whose id begins with a prefix."""
     found = {task.id: task for task in journaled(Task) if task.id.startswith(prefix)} if prefix else {}
     if not found:
         raise NotFoundError(f"no task begins with '{prefix}'. Try: tilegym-db task status", code="task_unknown")
@@ -321,11 +305,7 @@ SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_1
 
 
 def prompt_of(task: Task, home: Path | None = None) -> str:
-    """Return the page of a task, from the records and the journaled attempts.
-
-    Raises:
-        ConflictError: the Definition or a pattern changed since the task was made.
-    """
+    """Return the page of a task, from the records and the journaled attempts."""
     catalog = Catalog.default()
     definition = catalog.definition(task.definition)
     if definition.digest != task.definition_digest:

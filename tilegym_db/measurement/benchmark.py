@@ -385,12 +385,7 @@ class TwoClocks:
 
 
 def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
-    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI.
-
-    Args:
-        traces: those of one run.
-        peaks: those of the device that was measured; its launch must have been timed by the same clock.
-    """
+    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI."""
     compared = agree = 0
     for trace in traces:
         measured, audit = trace.performance, trace.audit

@@ -204,8 +204,6 @@ def make_plan(
     """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
 
     Args:
-        machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
-        options: names (of Definitions or Solutions), language, workload glob, quick, force.
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
         unusable: language -> what is missing for it here, and the command that installs it.
         excluded: reasons for pairs that must not run, with keys as in ``done``.
@@ -214,10 +212,6 @@ def make_plan(
             candidates, because times of different runs are not comparable. A screen does not change the ranking, so it only
             measures the current best again; a quick run measures none of them.
         unmet: name of a Solution -> a declared package that is missing here, and the command that installs it.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: the language is unknown, a glob matches no workload, or there is nothing to run.
     """
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(
@@ -256,9 +250,7 @@ def current_best_alone(
     A run of a whole Definition measures all that may be the fastest, because it changes their ranking.
 
     Args:
-        likely_fastest: as :func:`make_plan` takes it.
         whole: digests of Definitions whose times of other runs cannot be compared; all of theirs stay.
-        names: those that the user asked for.
     """
     if not names or any(name in catalog.definitions for name in names):
         return likely_fastest
@@ -458,11 +450,7 @@ unusual ids or lengths, and the call that is verified in turn with them."""
 
 
 def why_too_large(definition: Definition, workload: Workload, memory_bytes: int) -> str | None:
-    """Return why a Workload cannot be measured in the memory of a GPU; None if it may fit, or the memory is not known.
-
-    Args:
-        memory_bytes: memory of the GPU; 0 if it is not known.
-    """
+    """Return why a Workload cannot be measured in the memory of a GPU; None if it may fit, or the memory is not known (0)."""
     axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
 
     def elements(name: str) -> int:

@@ -74,20 +74,12 @@ class RunSetup:
 
     @classmethod
     def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-        """Return the setup for the arguments of a public function.
-
-        Raises:
-            HardwareError: the requested GPU is not the one in this machine.
-        """
+        """Return the setup for the arguments of a public function."""
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
-        """Yield the store after ingesting the journals. No worker may run while it is open.
-
-        Raises:
-            StoreError: the store cannot be used.
-        """
+        """Yield the store after ingesting the journals. No worker may run while it is open."""
         with open_store(self.home, catalog=self.catalog) as store:
             ingest_journals(store)
             yield store
@@ -158,10 +150,6 @@ def open_run(
 
     There are no supervisors if this process measures itself. With some, the machine is the first device, as all are of one kind.
     ``waiting`` is called with a description of a wait.
-
-    Raises:
-        HardwareError, UsageError: the devices or the cluster do not exist.
-        MissingPackageError: a cluster needs a package that is not installed.
     """
     opened: AbstractContextManager[DevicePool]
     if devices.executor is not None and names_cluster(devices.executor):

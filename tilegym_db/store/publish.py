@@ -215,12 +215,7 @@ def _one_gpu(asked: str, traced: list[str]) -> str:
 
 
 def publish_all(store: Store, gpu: str) -> list[PublishReport]:
-    """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and
-    ``h100-pcie``.
-
-    Raises:
-        NotFoundError, StoreError: as for :func:`publish`.
-    """
+    """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``."""
     return [publish(store, slug) for slug in gpus_meant(gpu, measured.traced_gpus(store)) or [gpu]]
 
 
@@ -346,11 +341,7 @@ _TRACES = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl\.gz")
 
 
 def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
-    """Add the table of kernels verified here on one GPU slug or family; return the names of the new files.
-
-    Raises:
-        StoreError: the data set cannot be reached or written, or ``store`` is behind the catalog.
-    """
+    """Add the table of kernels verified here on one GPU slug or family; return the names of the new files."""
     if store.stale is not None:
         raise StoreError(f"cannot share a resolver table: {store.stale}", code="store_stale")
     slugs = gpus_meant(gpu, measured.traced_gpus(store))
@@ -435,9 +426,6 @@ def fetch_tables(home: Path, place: SharedPlace, *, trust: bool = False) -> Fetc
     """Fetch the newest complete table of each GPU and writer into the home folder; with ``trust`` they may serve.
 
     A table is fetched completely or not at all. If one of its files differs from its lock, the previous table counts.
-
-    Raises:
-        StoreError: the data set cannot be reached, or the home folder cannot be written.
     """
     report = FetchedTables()
     locks: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -489,11 +477,7 @@ def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
 
 
 def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: str) -> dict[str, bytes]:
-    """Return the files of a table, each checked against its lock and for valid traces of that GPU.
-
-    Raises:
-        RecordError: the lock, or a file that it names, is not valid, or of a newer version.
-    """
+    """Return the files of a table, each checked against its lock and for valid traces of that GPU."""
     content = _fetched(place, f"{FOLDER}/{name}")
     if sha256(content) != digest:
         raise RecordError(

@@ -113,12 +113,7 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
     """Return every step of a GPU, oldest first. A config on an unreadable line, such as a torn one, is tried again.
 
     Args:
-        home: the folder of the store.
-        gpu: a slug.
         catalog: whose published steps count too; None for none.
-
-    Raises:
-        StoreError: a file cannot be read.
     """
     published = published_tuning_files(catalog) if catalog is not None else []
     trust = catalog is not None and catalog.trust_foreign
@@ -138,11 +133,7 @@ def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> l
 
 
 def load_tuning(store: Store, home: Path) -> None:
-    """Load the search logs that grew since the last time.
-
-    Raises:
-        StoreError: a file cannot be read, or the disk is full.
-    """
+    """Load the search logs that grew since the last time."""
     grown = grown_files(store, own_tuning_files(home))
     if not grown:
         return
@@ -198,11 +189,7 @@ def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
 
 
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
-    """Store a calibration of this machine and return its file. The database loads it when it is next opened.
-
-    Raises:
-        StoreError: the folder cannot be written.
-    """
+    """Store a calibration of this machine and return its file. The database loads it when it is next opened."""
     folder = home or default_home()
     path = folder / "peaks" / f"{peaks.gpu}-{peaks.timestamp:%Y%m%dT%H%M%S%f}.json"
     with writing(folder):
@@ -269,11 +256,7 @@ def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
 
 
 def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
-    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``.
-
-    Raises:
-        RecordError: it is not a run, or cannot be read.
-    """
+    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``."""
     content = parse_object(read_bytes(path, "model run"), ModelRun.kind, path)
     claimed = content.pop(_KEY, None) if isinstance(content, dict) else None
     run = ModelRun.from_parsed(content, path)
@@ -374,11 +357,7 @@ _INSERT = """INSERT INTO loop_records
 
 @contextmanager
 def loop_lock(home: Path | None = None) -> Iterator[None]:
-    """Hold the lock of the journals, so that read records stay current until the next append.
-
-    Raises:
-        StoreError: another process holds it for a minute, or the folder cannot be written.
-    """
+    """Hold the lock of the journals, so that read records stay current until the next append."""
     with writing(loop_folder(home)):
         yield
 
@@ -394,11 +373,7 @@ def append(record: Record, home: Path | None = None) -> None:
 
 
 def journaled(kind: type[R], home: Path | None = None) -> list[R]:
-    """Return every record of a kind in writing order, without invalid lines.
-
-    Raises:
-        StoreError: the journal cannot be read.
-    """
+    """Return every record of a kind in writing order, without invalid lines."""
     return [record for _, record in _numbered(kind, _path(kind, home))]
 
 
@@ -439,11 +414,7 @@ def loop_journals(home: Path) -> dict[Path, type[Record]]:
 
 
 def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
-    """Return the invalid lines of a journal with their reasons.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the invalid lines of a journal with their reasons."""
     return [found for _, found in _lines(kind, path) if isinstance(found, RejectedLine)]
 
 
@@ -658,11 +629,7 @@ def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
 
 
 def _sections(path: Path) -> list[tuple[int, str]]:
-    """Split a page at its second-level headings: line number and text of each section.
-
-    Raises:
-        RecordError: the page cannot be read, or has no section; names the file.
-    """
+    """Split a page at its second-level headings: line number and text of each section."""
     text = decode(read_bytes(path, "pattern"), path)
     starts, fenced = [], False
     for match in _LINE.finditer(text):
@@ -680,11 +647,7 @@ def _sections(path: Path) -> list[tuple[int, str]]:
 
 
 def _pattern(section: str, language: str, place: str) -> Pattern:
-    """Return the pattern of a section.
-
-    Raises:
-        RecordError: the section has no block of TOML, or the record is not valid; names the file and the line.
-    """
+    """Return the pattern of a section; an error names the file and the line."""
     parts = _SECTION.match(section.rstrip() + "\n")
     if parts is None:
         raise RecordError(

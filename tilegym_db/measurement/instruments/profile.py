@@ -69,18 +69,9 @@ def profile(
 
     Args:
         workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; of several matches the largest is used.
-        config: a value per tunable; by default the source's defaults.
-        gpu: as for :func:`tilegym_db.bench`.
 
     Returns:
         The profile and its file; there is one file per source, workload and GPU.
-
-    Raises:
-        ToolchainError: Nsight Compute is not installed, or measured nothing; the message has its output.
-        HardwareError: there is no GPU.
-        NotFoundError: no such Solution.
-        UsageError: no matching workload of its Definition is supported.
-        SolutionError: the scan refuses its source.
     """
     program = find_program("ncu")
     setup = RunSetup.of(gpu, None, None)
@@ -215,11 +206,7 @@ def metrics_argument() -> str:
 
 
 def parse_profile(text: str) -> list[KernelProfile]:
-    """Return the measured kernels in launch order.
-
-    Raises:
-        ToolchainError: the output has no table; the message has the output of the tool.
-    """
+    """Return the measured kernels in launch order; without a table, raise an error with the output of the tool."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:

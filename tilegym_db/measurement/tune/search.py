@@ -124,11 +124,6 @@ class Search:
 
     Args:
         runner: a runner with a loaded worker; its config changes during the search.
-        contents: those of the Workload.
-        pool: the buffers in which all configs are timed.
-        machine: the device.
-        budget: how to race.
-        seed: secret of the run; decides the order of blocks.
         leader: the config to beat, from an earlier search; None without one.
         step: called with the outcome of each config as soon as it is known.
         failed: called after ``step`` if a config fails in the worker.
@@ -150,13 +145,7 @@ class Search:
         self._order = random.Random(self.seed)
 
     def run(self, candidates: Sequence[ConfigCandidate], ahead: CompileAhead, deadline: float) -> int:
-        """Try configs wave by wave, at least one wave; return the number of configs that were not tried.
-
-        Args:
-            candidates: in order.
-            ahead: compiles them, also while a wave is raced.
-            deadline: value of ``time.monotonic()``.
-        """
+        """Try configs wave by wave, at least one wave, until a value of ``time.monotonic()``; return the number of others."""
         left = len(candidates)
         for start in range(0, len(candidates), self.budget.wave):
             wave = candidates[start : start + self.budget.wave]
@@ -284,13 +273,9 @@ class SearchHistory:
 
 
 def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> SearchHistory:
-    """Return the history of one pair from its steps, oldest first.
+    """Return the history of one pair from its steps, oldest first, and the status of configs (by id) without a pass.
 
     A config that lost to another one which has failed since is tried again.
-
-    Args:
-        steps: those of one Solution, Workload and GPU.
-        failed: config id -> status, for configs whose trace is not a pass.
     """
     newest = {config_id(step.config): step for step in steps if step.outcome != "leads"}
     settled = {key: f"its trace says {status}" for key, status in (failed or {}).items()}
@@ -317,10 +302,7 @@ def nearest_winners(
 ) -> list[Neighbour]:
     """Return the winners on other Workloads: those with the same dtypes first, each group by distance.
 
-    Args:
-        workload: the one to tune; its earlier winner comes first, at distance 0.
-        workloads: all Workloads of the Definition.
-        winners: Workload uuid -> the winning config.
+    An earlier winner of the Workload itself comes first, at distance 0. ``winners`` maps uuids to configs.
     """
     dtypes = definition.bind_dtypes(workload.dtypes)
     found = []
@@ -342,9 +324,6 @@ def candidate_order(
     """Return the configs left to try: the default config, winners nearby, those asked for, then the rest of the space.
 
     Args:
-        solution: declares the space.
-        neighbours: nearest first. A config that is no longer in the space is left out.
-        history: the settled configs and the leader; both are left out.
         seed: seed of the order of the rest. The same seed gives the same order, so an interrupted search can be resumed.
         first: configs of the space that are tried before the rest, such as those of another project.
     """
@@ -411,11 +390,6 @@ def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
     """Return the configs that leave the race now. The current best never leaves, since the others are compared with it.
 
     Configs that are slower than the leader beyond noise leave, and of the rest all but the ``keep`` fastest.
-
-    Args:
-        rounds: those of all configs still in the race.
-        current_best: the config to beat.
-        keep: how many candidates go on.
     """
     ranked = _ranked(rounds, current_best)
     leader = ranked[0]

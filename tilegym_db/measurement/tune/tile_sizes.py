@@ -71,11 +71,7 @@ class Start:
 
 
 def read_tile_sizes(path: Path) -> TunedSizes:
-    """Read one file of vLLM's ``fused_moe/configs``.
-
-    Raises:
-        UsageError: the name or content is not of that form, or its dtype is of no kernel here.
-    """
+    """Read one file of vLLM's ``fused_moe/configs``; refuse another form, or a dtype of no kernel here."""
     named = _NAME.fullmatch(path.name)
     if named is None:
         raise UsageError(

@@ -111,21 +111,14 @@ def tune(
 
     A winner passes the screen of :func:`~tilegym_db.bench` in fresh processes: its config is compared with the reference on
     the fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``verify`` measure it together
-    with the defaults. Configs that lost in an earlier run are not tried again.
+    with the defaults. Configs that lost in an earlier run are not tried again. Other arguments are those of ``bench``.
 
     Args:
-        names: Definitions or Solutions; empty means all.
-        devices: as for :func:`~tilegym_db.bench`.
-        language: only Solutions in this language.
-        workload: glob over uuid, tags and axes key.
         budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
             completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
         force: ignore what earlier runs tried.
         start: a file of tile sizes that vLLM tuned for its fused_moe; the nearest configs are tried first.
-        catalog: the records; the shipped ones and the user's overlay by default.
-        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
-        observer: callbacks for progress.
 
     Raises:
         HardwareError: the requested GPU is not the one in this machine.
