@@ -576,7 +576,7 @@ _NO_STAGE = Stage(0, 0, 0)
 def kind_of(
     definition: Definition, dtypes: Mapping[str, str], scalars: Mapping[str, Any], classes: Mapping[str, str]
 ) -> tuple[Any, ...]:
-    """Return what a point must share with a call to stand for it: the Definition, dtypes, scalars that select code, and layouts."""
+    """Return what a point and a call must share: the Definition, dtypes, scalars that select code, and layout classes."""
     selecting = {
         name: value
         for name, value in scalars.items()

@@ -358,7 +358,7 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator with any floating ``dtype`` argument replaced; refuse to read more of a sliced input than one slice."""
+        """Run the operator with any floating ``dtype`` argument replaced; refuse to read more than one slice of an input."""
         kwargs = dict(kwargs or {})
         if self._slices and (taken := self._sliced_among((*args, *kwargs.values()))) is not None:
             return self._slice(taken, func, args)
