@@ -23,8 +23,9 @@ from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.patterns import pattern_findings
-from tilegym_db.store.side_files import award_rows, journaled, read_patterns
+from tilegym_db.store.patterns import pattern_findings, read_patterns
+from tilegym_db.store.queries.loop import award_rows
+from tilegym_db.store.side_files import journaled
 
 MakeTrace = Callable[..., Trace]
 

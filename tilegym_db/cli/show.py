@@ -53,7 +53,7 @@ def command(
     and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.catalog.reader import OTHER_NAMES
+    from tilegym_db.catalog.other_names import OTHER_NAMES
 
     catalog = Catalog.default()
     if history:
@@ -76,7 +76,7 @@ def _unknown(catalog: Catalog, name: str, kinds: str) -> NotFoundError:
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
     """Explain a name of TileKernels, and show its Definition if there is exactly one."""
-    from tilegym_db.catalog.reader import OTHER_NAMES
+    from tilegym_db.catalog.other_names import OTHER_NAMES
 
     other = OTHER_NAMES[name]
     said = other.said(name)

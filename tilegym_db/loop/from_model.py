@@ -40,7 +40,7 @@ from tilegym_db.records.loop import Coverage, Estimate, Experiment, ModelRun, Ta
 from tilegym_db.records.text import binding_key, canonical_json, explain_command
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.side_files import award_rows, model_run_rows
+from tilegym_db.store.queries.loop import award_rows, model_run_rows
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""

@@ -42,8 +42,9 @@ from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.queries.loop import traces_of_source
 from tilegym_db.store.queries.measured import read_traces
-from tilegym_db.store.side_files import append, loop_lock, traces_of_source
+from tilegym_db.store.side_files import append, loop_lock
 
 LOCK_TIMEOUT_S = 1.0
 

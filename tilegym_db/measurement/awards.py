@@ -22,7 +22,8 @@ from tilegym_db.records.verdicts import MIN_SPEEDUP, PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.connection import Store
-from tilegym_db.store.side_files import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
+from tilegym_db.store.queries.loop import award_rows, cited_traces, verified_baselines
+from tilegym_db.store.side_files import append, journaled, loop_lock
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")
