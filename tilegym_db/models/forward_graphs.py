@@ -284,11 +284,7 @@ class ForwardGraphs:
             return True
 
     def _of(self, key: tuple[Any, ...]) -> GraphedCall:
-        """Return what is known about a form that has one forward more, and forget the one used least if there are too many.
-
-        Args:
-            key: the form of the inputs as the caller gives them, settings, and whether the mask hides something.
-        """
+        """Return what is known about a form that has one forward more, and forget the one used least if there are too many."""
         known = self._forms.pop(key, None) or GraphedCall()
         known.count()
         if self._is_open:
@@ -513,12 +509,7 @@ def _forward_of(base: Any, graphs: ForwardGraphs) -> Callable[..., Any]:
 
 
 def why_not_inputs(inputs: Mapping[str, Any], device: torch.device) -> str:
-    """Return the reason why inputs are not those of a graph; empty if they may be.
-
-    Args:
-        inputs: of a forward, by name.
-        device: of the model.
-    """
+    """Return the reason why the inputs of a forward are not those of a graph; empty if they may be."""
     held = [name for name in HELD if inputs.get(name) is not None]
     if held:
         return f"it has {held[0]}"
@@ -596,9 +587,7 @@ def _why_not_proven(
     """Return the reason why a graph would not compute what forwards do; empty if it would.
 
     Args:
-        forward: of the model.
         contents: the inputs as the caller gives them, and those of a graph, for some contents. They stay as they are.
-        device: of the model.
     """
     for given, own in contents:
         kept = copied_outputs(given)
