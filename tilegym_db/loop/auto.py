@@ -41,7 +41,7 @@ from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines,
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, ModelRun, Task, identified
 from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish, published_folder
 from tilegym_db.store.side_files import append, journaled, loop_lock, save_model_run
 
@@ -434,7 +434,7 @@ class Trial:
 
     def _publish(self, without: Collection[str]) -> None:
         with open_store(self.home, catalog=Catalog.default()) as store:
-            ingest_journals(store)
+            ingest(store)
             try:
                 publish(store, self.gpu, own=True, without=without)
             except NotFoundError:

@@ -41,7 +41,7 @@ from tilegym_db.records.text import binding_key, length_prefixed_digest
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.queries.loop import traces_of_source
 from tilegym_db.store.queries.measured import read_traces
 from tilegym_db.store.side_files import append, loop_lock
@@ -258,7 +258,7 @@ def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
 
 def _stored(submission: Submission, candidate: SolutionFiles, own: Catalog, tiers: tuple[str, ...]) -> list[Trace]:
     with open_store(submission.home, catalog=own) as store:
-        ingest_journals(store)
+        ingest(store)
         task = submission.task
         uuids = [item.uuid for item in task.workloads]
         ids = traces_of_source(store, candidate.digest, task.definition_digest, task.gpu, uuids, tiers)

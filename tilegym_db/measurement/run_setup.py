@@ -42,7 +42,7 @@ from tilegym_db.records.trace import (
 from tilegym_db.records.verdicts import Tier
 from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.side_files import save_peaks
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases
@@ -81,7 +81,7 @@ class RunSetup:
     def store(self) -> Iterator[Store]:
         """Yield the store after ingesting the journals. No worker may run while it is open."""
         with open_store(self.home, catalog=self.catalog) as store:
-            ingest_journals(store)
+            ingest(store)
             yield store
 
     def ingest(self) -> None:

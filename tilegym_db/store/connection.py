@@ -541,10 +541,10 @@ def _ingest_journals(store: Store) -> None:
 
     A line that is cut off is not named, since its run may still write it. If that was killed, its trace was never acknowledged.
     """
-    from tilegym_db.store.filling import ingest_journals
+    from tilegym_db.store.filling import ingest
     from tilegym_db.store.journal import CUT_OFF
 
-    report = ingest_journals(store)
+    report = ingest(store)
     left_out = (str(line) for line in report.rejected if not line.reason.startswith(CUT_OFF))
     for text in (*left_out, *report.notes):
         _log.warning("%s", text)

@@ -205,11 +205,6 @@ def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = F
     return load_home(store, trust=trust)
 
 
-def ingest_journals(store: Store) -> IngestReport:
-    """Run :func:`ingest` on the journals beside the database."""
-    return ingest(store)
-
-
 def rebuild(
     path: Path | None = None, *, catalog: Catalog | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
 ) -> IngestReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -149,65 +149,9 @@ def _tunable(text: str) -> bool | int | float | str:
 # A failure gives no proposal rather than an error, because a shell completes while the user types.
 
 
-def complete_definition(incomplete: str) -> list[str]:
-    """Return matching definitions of the catalog."""
-    return _starting(_definitions(), incomplete)
-
-
-def complete_name(incomplete: str) -> list[str]:
-    """Return matching definitions and solutions of the catalog."""
-    return _starting([*_definitions(), *_solutions()], incomplete)
-
-
-def complete_solution(incomplete: str) -> list[str]:
-    """Return matching solutions of the catalog."""
-    return _starting(_solutions(), incomplete)
-
-
-def complete_op_type(incomplete: str) -> list[str]:
-    """Return matching families of operators."""
-    from tilegym_db.catalog import Catalog
-
-    return _starting(
-        sorted({path.parent.name for root in Catalog.default().roots for path in root.glob("definitions/*/*.json")}),
-        incomplete,
-    )
-
-
-def complete_gpu(incomplete: str) -> list[str]:
-    """Return matching GPU slugs and families for queries."""
-    from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
-
-    return _starting(["auto", *sorted({*GPU_SLUGS, *map(gpu_family, GPU_SLUGS)})], incomplete)
-
-
-def complete_measurable_gpu(incomplete: str) -> list[str]:
-    """Return matching devices for a command that measures."""
-    return _starting(["auto", "cpu"], incomplete) or complete_gpu(incomplete)
-
-
-def complete_language(incomplete: str) -> list[str]:
-    """Return matching languages of solutions."""
-    from tilegym_db.records import LANGUAGES
-
-    return _starting(LANGUAGES, incomplete)
-
-
-def complete_target(incomplete: str) -> list[str]:
-    """Return matching targets of ``compile``."""
-    from tilegym_db.records.hardware import TARGETS
-
-    return _starting([*TARGETS, "all"], incomplete)
-
-
-def complete_statement(incomplete: str) -> list[str]:
-    """Return the statement with its last word completed to the name of a view."""
-    from tilegym_db.store.asking import public_views
-
-    match = re.search(r"(\w*)$", incomplete)
-    word = match.group() if match else ""
-    start = incomplete[: len(incomplete) - len(word)]
-    return [start + view for view in public_views() if view.startswith(word)]
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the completion of a word by the names that begin with it; they are read when a shell asks."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
 def _definitions() -> list[str]:
@@ -225,8 +169,53 @@ def _solutions() -> list[str]:
         return []
 
 
-def _starting(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+def _op_types() -> list[str]:
+    from tilegym_db.catalog import Catalog
+
+    roots = Catalog.default().roots
+    return sorted({path.parent.name for root in roots for path in root.glob("definitions/*/*.json")})
+
+
+def _gpus() -> list[str]:
+    from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
+
+    return ["auto", *sorted({*GPU_SLUGS, *map(gpu_family, GPU_SLUGS)})]
+
+
+def _languages() -> Iterable[str]:
+    from tilegym_db.records import LANGUAGES
+
+    return LANGUAGES
+
+
+def _targets() -> list[str]:
+    from tilegym_db.records.hardware import TARGETS
+
+    return [*TARGETS, "all"]
+
+
+complete_definition = _completing(_definitions)
+complete_name = _completing(lambda: [*_definitions(), *_solutions()])
+complete_solution = _completing(_solutions)
+complete_op_type = _completing(_op_types)
+complete_gpu = _completing(_gpus)
+complete_language = _completing(_languages)
+complete_target = _completing(_targets)
+
+
+def complete_measurable_gpu(incomplete: str) -> list[str]:
+    """Return matching devices for a command that measures."""
+    return [name for name in ("auto", "cpu") if name.startswith(incomplete)] or complete_gpu(incomplete)
+
+
+def complete_statement(incomplete: str) -> list[str]:
+    """Return the statement with its last word completed to the name of a view."""
+    from tilegym_db.store.asking import public_views
+
+    match = re.search(r"(\w*)$", incomplete)
+    word = match.group() if match else ""
+    start = incomplete[: len(incomplete) - len(word)]
+    return [start + view for view in public_views() if view.startswith(word)]
 
 
 DefinitionName = Annotated[
