@@ -640,6 +640,11 @@ class Missing:
         lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
         return cls(languages, {name: f"needs {text}" for name, text in lacking.items() if text is not None})
 
+    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
+        """Return the reason why a Solution cannot run here, or None."""
+        language = self.languages.get(solution.record.spec.language) if its_language else None
+        return language or self.solutions.get(solution.name)
+
 
 @dataclass(frozen=True)
 class Site:

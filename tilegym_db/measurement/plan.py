@@ -17,7 +17,7 @@ from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.drafts import Draft
-from tilegym_db.measurement.machine import Machine
+from tilegym_db.measurement.machine import Machine, Missing
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.loop import Award
@@ -177,47 +177,32 @@ QUICK_WORKLOADS = 2
 ALREADY_MEASURED = "already measured (--force repeats it)"
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    """Missing requirements on this machine, by language, and by Solution for packages that it declares."""
-
-    languages: Mapping[str, str]
-    solutions: Mapping[str, str]
-
-    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
-        """Return the reason why a Solution cannot run here, or None."""
-        language = self.languages.get(solution.record.spec.language) if its_language else None
-        return language or self.solutions.get(solution.name)
-
-
 def make_plan(
     catalog: Catalog,
     machine: Machine,
     options: Options,
     done: Collection[DoneKey],
-    unusable: Mapping[str, str] | None = None,
+    lacks: Missing | None = None,
     excluded: Mapping[DoneKey, str] | None = None,
     tuned: Mapping[PairKey, Config] | None = None,
     likely_fastest: LikelyFastest | None = None,
-    unmet: Mapping[str, str] | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
 
     Args:
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
-        unusable: language -> what is missing for it here, and the command that installs it.
+        lacks: what cannot be used here, with the command that installs it; by default nothing is missing.
         excluded: reasons for pairs that must not run, with keys as in ``done``.
         tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
         likely_fastest: verified Solutions that may be the fastest on this GPU. They are always measured again with new
             candidates, because times of different runs are not comparable. A screen does not change the ranking, so it only
             measures the current best again; a quick run measures none of them.
-        unmet: name of a Solution -> a declared package that is missing here, and the command that installs it.
     """
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(
             f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
         )
-    lacks = Unavailable(unusable or {}, unmet or {})
+    lacks = lacks or Missing({}, {})
     planner = _Planner(catalog, machine, options, lacks, done, excluded or {}, tuned or {}, likely_fastest or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
@@ -324,7 +309,7 @@ class _Planner:
     catalog: Catalog
     machine: Machine
     options: Options
-    lacks: Unavailable
+    lacks: Missing
     done: Collection[DoneKey]
     excluded: Mapping[DoneKey, str]
     tuned: Mapping[PairKey, Config]

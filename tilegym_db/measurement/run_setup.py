@@ -108,10 +108,8 @@ class RunSetup:
                 Definition is left out.
         """
         lacks = self._missing(options.names)
-        unmet = {**lacks.solutions, **(refused or {})}
-        plan = make_plan(
-            self.catalog, self.machine, options, done, lacks.languages, excluded, tuned, likely_fastest, unmet
-        )
+        lacks = replace(lacks, solutions={**lacks.solutions, **(refused or {})})
+        plan = make_plan(self.catalog, self.machine, options, done, lacks, excluded, tuned, likely_fastest)
         return self._without_failing_references(plan, named=bool(options.names))
 
     def _missing(self, names: Sequence[str]) -> Missing:
