@@ -264,7 +264,10 @@ class _Kind:
         best = decision.evidence.candidate
         assert best is not None
         others = [one.candidate for one in decision.rejected if one.candidate.role == "kernel"]
-        ranked = [best, *sorted(filter(_is_timed, others), key=lambda one: one.latency_us or math.inf)]
+        ranked = [
+            best,
+            *sorted((one for one in others if one.latency_us is not None), key=lambda one: one.latency_us or math.inf),
+        ]
         current = [one for one in ranked if one.solution in self.solutions]
         names = list(dict.fromkeys(one.solution for one in current))[:MAX_KERNELS]
         stock = [one.latency_us for one in expected[0].candidates if one.provides == "stock"][:1]
@@ -278,10 +281,6 @@ class _Kind:
             flops = asked.request.call.cost(self.definition)[0]
             self.prices[key] = self.costs.of_point(self.winners(asked)[1], flops)
         return self.prices[key]
-
-
-def _is_timed(candidate: Candidate) -> bool:
-    return candidate.latency_us is not None
 
 
 def plan_coverage(
@@ -562,19 +561,14 @@ def _choose(kinds: Sequence[_Kind], steps: Sequence[list[_Step]], plan: Coverage
             begun[kinds[number].definition.name] = None
     for name in begun:
         setup_s = 0.0 if plan.costs is None else plan.costs.setup_s
-        for kind, chosen in zip(kinds, _taken(steps, taken), strict=True):
+        for kind, found_steps, count in zip(kinds, steps, taken, strict=True):
+            chosen = [point for step in found_steps[:count] for point in step.points]
             if kind.definition.name == name and chosen:
                 plan.points += _planned(kind, chosen, setup_s)
                 setup_s = 0.0
 
 
 TOLERANCE = 1e-9
-
-
-def _taken(steps: Sequence[list[_Step]], taken: Sequence[int]) -> list[list[_Asked]]:
-    return [
-        [point for step in found[:count] for point in step.points] for found, count in zip(steps, taken, strict=True)
-    ]
 
 
 def _planned(kind: _Kind, chosen: list[_Asked], setup_s: float) -> list[PlannedPoint]:

@@ -442,7 +442,9 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
         if slow:
             worst = min(slow, key=lambda item: (item.ratio, item.other))
             return AttemptRefusal(
-                "speed", _too_slow(trace, worst.other, worst.ratio, worst.ci_low, worst.ci_high, task)
+                "speed",
+                f"at {axes_key(trace.axes)}: {worst.ratio:.3f}x over {worst.other} (99% interval {worst.ci_low:.3f} to "
+                f"{worst.ci_high:.3f}), and {task.min_speedup:.2f}x is required",
             )
     return None
 
@@ -500,13 +502,6 @@ def _failure(trace: Trace) -> AttemptRefusal | None:
     command = trace.failure.command if trace.failure else ""
     return AttemptRefusal(
         gate or trace.status.lower(), f"{trace.status}, verifying {axes_key(trace.axes)}: {reason}", command
-    )
-
-
-def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:
-    return (
-        f"at {axes_key(trace.axes)}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and "
-        f"{task.min_speedup:.2f}x is required"
     )
 
 

@@ -645,8 +645,6 @@ def _checked_meta(store: Store) -> dict[str, str]:
 # Two checks confine it. The statement must parse as exactly one SELECT (:mod:`tilegym_db.store.asking`). The connection is
 # read-only, with file access, extensions and settings locked (:mod:`tilegym_db.store.connection`).
 
-_LOCK_TIMEOUT_S = 10.0
-
 
 def run_user_query(
     text: str,
@@ -654,7 +652,7 @@ def run_user_query(
     *,
     path: Path | None = None,
     catalog: Catalog | None = None,
-    lock_timeout_s: float = _LOCK_TIMEOUT_S,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
     as_arrow: bool = False,
     timeout_s: float | None = None,
 ) -> QueryResult:
@@ -671,5 +669,5 @@ def run_schema_query(view: str | None = None, *, path: Path | None = None, as_ar
 
     Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
     """
-    with open_store(path, read_only=True, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
+    with open_store(path, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
         return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)

@@ -151,7 +151,7 @@ def publish(
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
     audience: Audience = "this user" if folder == users else "others"
-    shipped = _shipped_unconfined(store, gpu) if folder == users else frozenset()
+    shipped = shipped_keys(publishing.unconfined_definitions(store, gpu)) if folder == users else frozenset()
     promoted, refused = publishing.promoted_rows(store, gpu, shipped, audience=audience)
     rows = [row for row in promoted if row["solution_digest"] not in without]
     failures = publishing.revoking_rows(store, gpu)
@@ -166,7 +166,8 @@ def publish(
     runs: list[ModelRun] = []
     if folder != users:
         runs = publishing.publishable_model_runs(store, gpu)
-        left_out |= _runs_left_out(store, gpu)
+        kept_back = publishing.kept_back_runs(store, gpu)
+        left_out |= {RUNS_KEPT_BACK[reason]: count for reason, count in kept_back.items()}
     contents |= {folder / name: text.encode() for name, text in model_texts(runs).items()}
     sm = [*rows, *failures][0]["sm"]
     with writing(folder.parents[1]):
@@ -257,18 +258,9 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
     return found.origin != "foreign" and dict(found.files) == dict(files)
 
 
-def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """Return the shipped sources of Definitions verified here by unconfined workers. Usually there are none."""
-    return shipped_keys(publishing.unconfined_definitions(store, gpu))
-
-
 def _left_out(store: Store, gpu: str, refused: Mapping[str, int]) -> dict[str, int]:
     counts = {**publishing.not_verified(store, gpu), **refused, "screened": measured.count_unverified(store, gpu=gpu)}
     return {_LEFT_OUT[code]: counts[code] for code in _LEFT_OUT if counts.get(code)}
-
-
-def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
-    return {RUNS_KEPT_BACK[reason]: count for reason, count in publishing.kept_back_runs(store, gpu).items()}
 
 
 def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> NotFoundError:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -343,14 +343,9 @@ def _table(rows: Sequence[Row]) -> Any:
     schema = pyarrow.schema(
         [(name, pyarrow.string()) for name in COLUMNS], metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()}
     )
-    return pyarrow.Table.from_pylist(list(_records(rows)), schema=schema)
-
-
-def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        trace = json.loads(row.record)
-        columns = {name: trace.get(name) for name in COLUMNS}
-        yield {**columns, "record": row.record, "signature": row.signature}
+    traces = [(row, json.loads(row.record)) for row in rows]
+    records = [{**{name: trace.get(name) for name in COLUMNS}, **vars(row)} for row, trace in traces]
+    return pyarrow.Table.from_pylist(records, schema=schema)
 
 
 # ---- exchange -------------------------------------------------------------------------------------

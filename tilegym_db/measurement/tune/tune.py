@@ -223,21 +223,14 @@ class _TuneSink:
 
     def take(self, content: TuningStep | TuneResult) -> None:
         if isinstance(content, TuningStep):
-            self.step(content)
-        else:
-            self.result(content)
-
-    def step(self, step: TuningStep) -> None:
-        self.log.append(step)
-        self.report.steps.append(step)
-        self.observer.stepped(step)
-
-    def result(self, result: TuneResult) -> None:
-        same = (result.solution, result.workload_uuid)
-        report = self.report
-        report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]
-        report.results.append(result)
-        self.observer.finished(result)
+            self.log.append(content)
+            self.report.steps.append(content)
+            self.observer.stepped(content)
+            return
+        same = (content.solution, content.workload_uuid)
+        others = [item for item in self.report.results if (item.solution, item.workload_uuid) != same]
+        self.report.results = [*others, content]
+        self.observer.finished(content)
 
 
 def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workload, SolutionFiles]]]:
