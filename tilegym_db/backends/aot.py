@@ -202,18 +202,8 @@ def _unsupported(job: CompileJob) -> CompileResult | None:
     spec = job.solution.record.spec
     if not TOOLCHAINS[spec.language].targets:
         return CompileResult("unsupported", log=f"a {spec.language} solution has nothing to compile ahead of time")
-    reason = _spec_reason(job)
+    reason = job.solution.record.unsupported_at(job.definition, job.workload, job.target)
     return CompileResult("unsupported", log=reason) if reason else None
-
-
-def _spec_reason(job: CompileJob) -> str | None:
-    """Return the reason that the Solution's declared limits exclude the job, or None."""
-    return job.solution.record.unsupported(
-        job.definition.bind_axes(job.workload.axes),
-        job.definition.bind_dtypes(job.workload.dtypes),
-        job.workload.layout_classes(job.definition),
-        target=job.target,
-    )
 
 
 def _missing(language: str) -> CompileResult | None:

@@ -11,7 +11,6 @@ import typer
 from tilegym_db.cli.kit.output import note, print_line
 
 if TYPE_CHECKING:
-
     pass
 
 

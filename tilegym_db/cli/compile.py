@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -148,27 +147,17 @@ def choose_workloads(
     # 'tiny' workloads exist for tests, so they are used only if a dtype has no other.
     ordered = sorted(workloads, key=lambda item: "tiny" in item.tags)
     if pattern is not None:
-        matching = {item.uuid: item for item in ordered if _matches(item, pattern)}
-        return [item for item in matching.values() if _serves(solution, definition, item)]
+        matching = {item.uuid: item for item in ordered if item.matches(pattern)}
+        return [item for item in matching.values() if solution.record.unsupported_at(definition, item) is None]
     chosen: list[Workload] = []
     for choice in itertools.product(*definition.dtypes.values()):
         dtypes = dict(zip(definition.dtypes, choice, strict=True))
         measured = (item for item in ordered if definition.bind_dtypes(item.dtypes) == dtypes)
         candidates = itertools.chain(measured, (_in_dtypes(item, dtypes) for item in ordered))
-        chosen += itertools.islice((item for item in candidates if _serves(solution, definition, item)), 1)
+        chosen += itertools.islice(
+            (item for item in candidates if solution.record.unsupported_at(definition, item) is None), 1
+        )
     return chosen
-
-
-def _matches(workload: Workload, pattern: str) -> bool:
-    from tilegym_db.records import axes_key
-
-    texts = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(text, pattern) for text in texts)
-
-
-def _serves(solution: SolutionFiles, definition: Definition, workload: Workload) -> bool:
-    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition)) is None
 
 
 def _in_dtypes(workload: Workload, dtypes: dict[str, str]) -> Workload:

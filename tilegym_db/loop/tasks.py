@@ -6,7 +6,6 @@ page has no seed and no tolerance, so that authors cannot fit a kernel to them.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -167,7 +166,7 @@ def _workloads(
         if gpu == CPU:
             chosen = [item for item in known if fits_a_cpu(definition, item)]
     else:
-        chosen = [item for item in known if _matches(item, (asked,) if isinstance(asked, str) else asked)]
+        chosen = [item for item in known if item.matches(asked)]
     if not chosen:
         raise UsageError(
             f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads", code="workload_unmatched"
@@ -189,11 +188,6 @@ def _none_fits(definition: Definition, gpu: str, asked: str | tuple[str, ...] | 
     if asked is None and gpu == CPU:
         return f"no workload of {definition.name} is small enough for a CPU. Name one with --workload."
     return f"no workload of {definition.name} is available."
-
-
-def _matches(workload: Workload, patterns: Sequence[str]) -> bool:
-    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _size(definition: Definition, workload: Workload) -> tuple[float, str]:

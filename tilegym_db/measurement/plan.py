@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 import time
@@ -251,7 +250,7 @@ def refuse_unmatched(names: Collection[str], workload: str | None, catalog: Cata
         return
     solutions = catalog.solutions_among([name for name in names if name not in catalog.definition_paths])
     definitions = [solutions[name].record.definition if name in solutions else name for name in names]
-    if not any(_matches(found, workload) for name in definitions for found in catalog.workloads_for(name)):
+    if not any(found.matches(workload) for name in definitions for found in catalog.workloads_for(name)):
         raise _unmatched(workload, definitions[0])
 
 
@@ -331,7 +330,7 @@ class _Planner:
     def _workloads(self, definition: Definition) -> list[Workload]:
         chosen, machine, asked = [], self.machine, self.options.workload
         for workload in self.catalog.workloads_for(definition.name):
-            if asked is not None and not _matches(workload, asked):
+            if asked is not None and not workload.matches(asked):
                 continue
             if not machine.is_gpu and asked is None and not fits_a_cpu(definition, workload):
                 reason: str | None = "too large for a CPU (name it with --workload to run it anyway)"
@@ -463,12 +462,6 @@ def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
     for kind in kinds:
         chosen += [workload for workload in workloads if kind in workload.tags][: QUICK_WORKLOADS // 2]
     return chosen or list(workloads[:QUICK_WORKLOADS])
-
-
-def _matches(workload: Workload, asked: str | tuple[str, ...]) -> bool:
-    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    patterns = (asked,) if isinstance(asked, str) else asked
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:

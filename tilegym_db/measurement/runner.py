@@ -81,12 +81,7 @@ class Runner:
         """Return the reason why the Solution's declared limits exclude this workload, or None."""
         # On a CPU, tile languages run in their interpreters, for any targets.
         target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
-        return self.solution.record.unsupported(
-            self.definition.bind_axes(workload.axes),
-            self.definition.bind_dtypes(workload.dtypes),
-            workload.layout_classes(self.definition),
-            target=target,
-        )
+        return self.solution.record.unsupported_at(self.definition, workload, target)
 
     # -- timing -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
@@ -25,6 +25,9 @@ from tilegym_db.records.definition_parts import LAYOUT_CLASSES, ExpressionText, 
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixed_digest, shown
+
+if TYPE_CHECKING:
+    from tilegym_db.records.workload import Workload
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
@@ -290,6 +293,11 @@ class Solution(Record):
                     code="dtype_not_allowed",
                 )
         check_omits(self.spec.omits, definition, role=self.spec.role, layouts=self.spec.layouts)
+
+    def unsupported_at(self, definition: Definition, workload: Workload, target: str | None = None) -> str | None:
+        """Return :meth:`unsupported` for the call of a Workload."""
+        axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+        return self.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)
 
     def unsupported(
         self,

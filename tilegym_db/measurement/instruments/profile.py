@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import json
 import re
 import secrets
@@ -27,7 +26,7 @@ from tilegym_db.measurement.instruments.requests import (
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import scratch_folder
-from tilegym_db.records import Config, Definition, Workload, axes_key
+from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.workload import Case
 
 
@@ -121,14 +120,11 @@ def profile_path(home: Path, found: CallProfile) -> Path:
 
 
 def _workload(catalog: Catalog, definition: Definition, files: SolutionFiles, pattern: str) -> Workload:
-    def matches(item: Workload) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for name in (item.uuid, axes_key(item.axes), *item.tags))
-
     known = catalog.workloads_for(definition.name)
     supported = [
         item
         for item in known
-        if matches(item)
+        if item.matches(pattern)
         and files.record.unsupported(definition.bind_axes(item.axes), definition.bind_dtypes(item.dtypes)) is None
     ]
     if not supported:

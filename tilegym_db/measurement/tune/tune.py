@@ -247,7 +247,9 @@ def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workloa
         pairs = found[item.definition.name] = []
         for workload in item.workloads:
             for solution in tunable:
-                reason = _excluded(item.definition, solution, workload, machine)
+                reason = solution.record.unsupported_at(
+                    item.definition, workload, machine.sm if machine.is_gpu else None
+                )
                 if reason is None:
                     pairs.append((workload, solution))
                 else:
@@ -269,12 +271,6 @@ def _take_starts(
                 known.starts[solution.digest, item.definition.digest, workload.uuid] = found
     used = f"{tuned.file}: tried first on {len(known.starts)} pairs of solution and workload"
     return [used, *(f"{tuned.file}: not used, {reason}" for reason in reasons)]
-
-
-def _excluded(definition: Definition, solution: SolutionFiles, workload: Workload, machine: Machine) -> str | None:
-    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-    target = machine.sm if machine.is_gpu else None
-    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)
 
 
 # ---- one Solution ---------------------------------------------------------------------------------
