@@ -177,7 +177,7 @@ def main() -> int:
     machine, catalog = select_machine(options.gpu), Catalog.default()
     # The tier keeps kernels out that this device could only interpret.
     asked = Options(tuple(options.names), force=True, tier="promotion")
-    plans = contested(make_plan(catalog, machine, asked, (), Missing.here({}).languages).definitions)
+    plans = contested(make_plan(catalog, machine, asked, (), Missing.here({})).definitions)
     groups = {name: plan.workloads for name, plan in plans.items()}
     pairs = stratified(groups, options.pairs, random.Random(options.seed))
     if not pairs:

@@ -49,11 +49,7 @@ _SAVE = "Save it as plain UTF-8."
 
 
 def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes, if any; never wait for a writer of a FIFO.
-
-    Raises:
-        RecordError: the file cannot be read, is not regular, or is larger; the message calls it ``what``.
-    """
+    """Return the content of a regular file of at most ``limit`` bytes, if any; never wait for a writer of a FIFO."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: the path contains a NUL
@@ -91,11 +87,7 @@ def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordErr
 
 
 def decode(content: bytes, where: str | Path) -> str:
-    """Return the text of a record or source: UTF-8 without a byte order mark and without NUL.
-
-    Raises:
-        RecordError: the content has another encoding; the message gives line and column.
-    """
+    """Return the text of a record or source: UTF-8 without a byte order mark and without NUL."""
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             raise RecordError(f"{where}: line 1, column 1: this is {encoding}. {_SAVE}", code="text_encoding")
@@ -132,11 +124,7 @@ def regular_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` in one step, so that a reader never sees half a file. Follow a link and keep the mode.
-
-    Raises:
-        StoreError: the write failed, or the path is a device, a FIFO or a folder; the old content stays.
-    """
+    """Replace ``path`` in one step, so that a reader never sees half a file. Follow a link and keep the mode."""
     staged: str | None = None
     try:
         path = Path(os.path.realpath(path))
@@ -165,15 +153,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
-    """Raise if a file could not be written: for a command that writes it only after minutes of measuring.
-
-    Args:
-        path: the file; the folders above it may be missing.
-        what: what it will hold, for the message: ``a lock``.
-
-    Raises:
-        UsageError: ``path`` is a folder, or no file can be made beside it.
-    """
+    """Raise if a file could not be written: for a command that writes ``what`` only after minutes of measuring."""
     if path.is_dir():
         raise UsageError(
             f"{path}: {what} is a file, and this is a folder. Give the file a name.", code="output_unwritable"
@@ -190,12 +170,7 @@ def refuse_unwritable(path: Path, what: str) -> None:
 
 
 def write_exclusively(path: Path, content: bytes) -> None:
-    """Create a new file in one step: it appears whole or not at all. If several writers try at once, one succeeds.
-
-    Raises:
-        ConflictError: the path exists; it stays unchanged.
-        StoreError: the file cannot be written; nothing was added.
-    """
+    """Create a new file in one step: it appears whole or not at all. If several writers try at once, one succeeds."""
     staged: str | None = None
     try:
         if os.path.lexists(path):
@@ -224,12 +199,7 @@ def write_folder(
 
     Args:
         folder: must not exist. If several writers try at once, one succeeds.
-        files: relative path -> content.
-        copies: relative path -> the file to copy.
         may_be_empty: accept an existing empty folder.
-
-    Raises:
-        StoreError: the path exists, or the folder cannot be written; nothing was added.
     """
     staged: str | None = None
     try:
@@ -263,15 +233,7 @@ def write_folder(
 
 
 def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Replace a folder by one with other files. Readers see the old folder or the new one, if the file system can exchange names.
-
-    Args:
-        folder: must exist. Everything in it is removed.
-        files: relative path -> content.
-
-    Raises:
-        StoreError: the folder cannot be written; the old one stays.
-    """
+    """Replace a folder and everything in it. Readers see the old folder or the new one, if the file system can exchange names."""
     staged = _staged_name(folder.parent)
     try:
         os.mkdir(staged)
@@ -287,11 +249,7 @@ def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder in one step: readers see all of it or nothing.
-
-    Raises:
-        StoreError: the folder cannot be removed; it stays.
-    """
+    """Remove a folder in one step: readers see all of it or nothing."""
     staged = _staged_name(folder.parent)
     try:
         os.rename(folder, staged)
@@ -412,11 +370,7 @@ POLL_S = 0.02
 
 @contextlib.contextmanager
 def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the lock ``<folder>/.tilegym-db.lock`` of a folder that several processes write to; create the file if needed.
-
-    Raises:
-        StoreError: another process holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
-    """
+    """Hold the lock ``<folder>/.tilegym-db.lock`` of a folder that several processes write to; create the file if needed."""
     with hold_lock(folder / LOCK_NAME, folder, timeout_s, "Nothing was changed."):
         yield
 
@@ -427,12 +381,7 @@ def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Ite
 
     Args:
         path: the lock file; it stays, because removing it would let two processes in at once.
-        what: the locked file or folder, for the message.
-        timeout_s: seconds to wait for another holder.
         consequence: the effect of not getting the lock, for the message.
-
-    Raises:
-        StoreError: the lock was not acquired.
     """
     from filelock import FileLock, Timeout
 

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.reader import OTHER_NAMES
+from tilegym_db.catalog.other_names import OTHER_NAMES
 
 
 def test_every_other_name_stands_for_what_there_is() -> None:

@@ -65,6 +65,9 @@ def test_a_page_shows_what_its_commands_print(name: str, pages: Pages, tmp_path:
     assert not wrong, "\n".join(shown(step) for step in wrong) + f"\nTry: python tools/run_docs.py --write {name}"
 
 
+@pytest.mark.turn(
+    "tilegym_db/ops/", "tools/docs_site/"
+)  # runs a page; tests/resolver/test_ops.py has the operators daily
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_generated_page_of_operators_shows_what_its_code_prints(pages: Pages, tmp_path: Path):

@@ -153,6 +153,9 @@ def test_what_a_generator_keeps_within_a_range_lies_in_a_blob(definition_record:
     assert why_drawn(Definition.from_dict(record), {}) == {}
 
 
+@pytest.mark.turn(
+    "tilegym_db/interchange/flashinfer_export.py", "tilegym_db/verification/inputs.py"
+)  # exports many Workloads
 def test_every_blob_has_the_shape_and_dtype_of_its_definition(blob_export: Export) -> None:
     assert blob_export.drawn
     records = {item["name"]: item for path, text in blob_export.files.items() if path.startswith("definitions/")
@@ -173,6 +176,9 @@ def test_every_blob_has_the_shape_and_dtype_of_its_definition(blob_export: Expor
     assert seen == set(blob_export.drawn)
 
 
+@pytest.mark.turn(
+    "tilegym_db/interchange/flashinfer_export.py", "tilegym_db/verification/inputs.py"
+)  # exports many Workloads
 def test_a_blob_has_the_same_bytes_every_time(shipped: Catalog, blob_export: Export, tmp_path: Path) -> None:
     again = build_export(shipped, [], "engram", BlobFolder(tmp_path, MIB, 16 * KIB))
     assert again.told_blobs

@@ -23,6 +23,10 @@ from tilegym_db.records import Trace
 from tilegym_db.records.solution import find_function
 from tilegym_db.records.trace import Comparison, Correctness, Performance
 
+pytestmark = pytest.mark.turn(
+    "tilegym_db/interchange/"
+)  # exports the whole catalog; test_round_trip.py has a small one daily
+
 FOLDERS = ("definitions", "solutions", "workloads", "traces")
 
 
@@ -33,7 +37,6 @@ def records(export: Export, folder: str) -> list[Any]:
     return [json.loads(line) for content in files for line in content.splitlines()]
 
 
-@pytest.mark.turn("tilegym_db/interchange/")  # of the whole catalog; test_round_trip.py has it of a small one daily
 def test_every_record_keeps_the_rules_of_flashinfer_trace(export: Export) -> None:
     checks = dict(zip(FOLDERS, (check_definition, check_solution, check_trace, check_trace), strict=True))
     for folder in FOLDERS:
@@ -44,7 +47,6 @@ def test_every_record_keeps_the_rules_of_flashinfer_trace(export: Export) -> Non
             assert len({record["name"] for record in found}) == len(found)
 
 
-@pytest.mark.turn("tilegym_db/interchange/flashinfer_export.py")  # exports the whole catalog
 def test_whole_catalog_is_exported_or_left_out_with_a_reason(export: Export, shipped: Catalog) -> None:
     told = {item["definition"] for item in export.definitions.values()}
     missing = " ".join(what for what, _ in export.left_out)
@@ -65,7 +67,6 @@ def test_partial_export_has_what_the_whole_has_of_its_share(
     assert all(export.files[path] == content for path, content in part.files.items() if path.split("/")[0] in FOLDERS)
 
 
-@pytest.mark.turn("tilegym_db/interchange/")  # of the whole catalog; test_round_trip.py has it of a small one daily
 def test_export_can_be_imported_without_a_finding_or_a_refusal(export: Export, home: Path, tmp_path: Path) -> None:
     write_tree(tmp_path / "out", export.files, export.blobs)
     found = import_data_set(tmp_path / "out").data_set

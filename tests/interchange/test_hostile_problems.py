@@ -64,6 +64,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     return import_data_set(folder, home=root / "home").data_set
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 @pytest.mark.slow
 def test_each_bad_file_is_refused_alone_with_its_reason(found: DataSet) -> None:
     reasons = {item.path: item.reason for item in found.refused}
@@ -72,11 +73,13 @@ def test_each_bad_file_is_refused_alone_with_its_reason(found: DataSet) -> None:
     assert {item.name for item in found.of_kind("definition")} == {name.removesuffix(".py") for name in GOOD}
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 @pytest.mark.slow
 def test_problem_sees_nothing_that_another_did_to_pytorch(found: DataSet) -> None:
     assert record_of(found, "z_last")["inputs"]["x"]["dtype"] == "float32"  # double.py came before
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 @pytest.mark.slow
 def test_no_file_of_a_data_set_runs_unconfined(found: DataSet) -> None:
     assert not (found.home.parent / "written").exists()
@@ -90,6 +93,7 @@ def test_file_that_is_no_python_is_named_as_such(dialect: str, tmp_path: Path) -
         import_data_set(tmp_path / "one.py", home=tmp_path / "home")
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 def test_two_problems_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path / "set", {"a b.py": SMALL, "a-b.py": SMALL})
     with raises(RecordError, "record_repeated", "a_b"):
@@ -142,6 +146,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     return import_data_set(folder, home=root / "home").data_set
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 @pytest.mark.slow
 def test_bad_problem_of_gpu_mode_is_refused_alone(given: DataSet) -> None:
     reasons = {item.path: item.reason for item in given.refused if item.path.endswith(".py")}
@@ -150,6 +155,7 @@ def test_bad_problem_of_gpu_mode_is_refused_alone(given: DataSet) -> None:
     assert {item.name for item in given.of_kind("definition")} == {"one", "nan", "feed"}
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 @pytest.mark.slow
 def test_data_that_is_a_tuple_of_one_stays_a_tuple(given: DataSet) -> None:
     draft = compared_draft(given, "one")
@@ -172,5 +178,6 @@ def test_line_of_a_task_that_is_too_deep_is_passed_by() -> None:
     assert cases_of(f"tests:\n  - {{a: {'[' * 50_000}{']' * 50_000}}}\n  - {{a: 1}}\n") == [{"a": 1}]
 
 
+@pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 def test_draft_of_an_imported_problem_is_json(found: DataSet) -> None:
     assert json.loads(draft_of(found, "a_first").files["definition.json"])["op_type"] == "kernelbench"

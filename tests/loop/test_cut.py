@@ -20,7 +20,7 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.models.called_functions import Seam, function_seams
 from tilegym_db.scaffold.solution_draft import stock_solution_files
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish
 from tilegym_db.verification.add import add_definition, add_solution
 from tilegym_db.verification.check import check
@@ -160,7 +160,7 @@ def published(source: str, hand_in: Callable[..., Path], home: Path) -> None:
     attempt = submit(task, hand_in(source, definition="decayed_scan", spec=spec))
     assert attempt.verdict == "promoted", attempt.reason
     with open_store(home, catalog=Catalog.default()) as store:
-        ingest_journals(store)
+        ingest(store)
         publish(store, "cpu", own=True)
 
 

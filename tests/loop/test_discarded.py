@@ -24,7 +24,7 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Estimate, Experiment, Task
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.publish import publish
 from tilegym_db.store.side_files import append, journaled, loop_lock
@@ -177,7 +177,7 @@ def test_trial_keeps_what_the_user_published_after_the_discard(
     with Journal("run", home) as journal:
         journal.append(older)
     with open_store() as store:
-        ingest_journals(store)
+        ingest(store)
         if by_himself is not None:
             publish(store, "h200", root=None if by_himself == "for the user" else row_scale, own="user" in by_himself)
     with Journal("run", home) as journal:

@@ -15,7 +15,7 @@ from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.side_files import award_rows
+from tilegym_db.store.queries.loop import award_rows
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,

@@ -21,10 +21,11 @@ from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.patterns import pattern_findings
-from tilegym_db.store.side_files import award_rows, journaled, read_patterns
+from tilegym_db.store.patterns import pattern_findings, read_patterns
+from tilegym_db.store.queries.loop import award_rows
+from tilegym_db.store.side_files import journaled
 
 MakeTrace = Callable[..., Trace]
 
@@ -78,13 +79,13 @@ def awarded(*traces: Trace, home: Path) -> tuple[list[Award], dict[str, str]]:
         for trace in traces:
             journal.append(trace)
     with open_store() as store:
-        ingest_journals(store)
+        ingest(store)
         return record_awards(store, traces, home)
 
 
 def statuses() -> dict[str, str]:
     with open_store() as store:
-        ingest_journals(store)
+        ingest(store)
     with open_store(read_only=True) as store:
         return {row["id"]: row["status"] for row in award_rows(store)}
 

@@ -52,6 +52,7 @@ def test_a_right_kernel_passes_without_a_time(verdicts):
     assert (trace.tier, trace.status, trace.performance) == ("interpreter", "PASSED", None), trace.reason
 
 
+@pytest.mark.turn("tilegym_db/backends/cutile")  # interprets kernels; tests/backends has their operations daily
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=list(WRONG))
 def test_a_wrong_kernel_is_found(verdicts, number):
     trace = verdicts[f"row_scale_wrong_{number}"]

@@ -18,7 +18,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import journal_files, read_journal
 
 HANGS = """def run(x, weight, factor, out):
@@ -157,7 +157,7 @@ def test_random_kills_lose_no_finished_trace_and_runs_resume(launch, home, make_
     assert len(measured) == len(sizes)
     assert set(measured.values()) == {1}  # a run goes on where the last one was killed
     with open_store(home, catalog=Catalog.default()) as store:
-        ingest_journals(store)
+        ingest(store)
         stored = {row["trace_id"] for row in store.rows("SELECT trace_id FROM traces WHERE definition = 'row_scale'")}
     assert known <= stored == {trace.trace_id for trace in finished(home)}
     assert processes_in(tmp_path / "scratch") == []

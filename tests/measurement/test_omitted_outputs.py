@@ -21,7 +21,7 @@ from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
 from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.publish import publish
 
@@ -117,7 +117,7 @@ def test_ranking_leaves_out_omitted_outputs_even_if_promoted(
         journal.append(forged)
         journal.append(honest)
     with open_store(home, catalog=records) as store:
-        ingest_journals(store)
+        ingest(store)
         kept = store.rows("SELECT solution, tier FROM traces WHERE solution = 'row_peak_part' ORDER BY tier")
         assert [row["tier"] for row in kept] == ["promotion", "untimed"]
         for view in ("standing", "verified", "best", "best_per_solution", "leaderboard", "promotable"):

@@ -11,7 +11,7 @@ from raising import raises
 from tilegym_db.backends.toolchains import INTERPRETERS
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
-from tilegym_db.measurement.machine import Machine
+from tilegym_db.measurement.machine import Machine, Missing
 from tilegym_db.measurement.plan import Options, Plan, make_plan, names_of
 from tilegym_db.records.solution import config_id
 
@@ -39,13 +39,14 @@ def plan(catalog) -> Callable[..., Plan]:
         *names: str,
         machine: Machine = HERE,
         done=(),
-        unusable=None,
+        unusable=(),
         tuned=None,
         excluded=None,
         likely_fastest=None,
         **options: object,
     ) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, likely_fastest)
+        lacks = Missing(dict(unusable), {})
+        return make_plan(catalog, machine, Options(names, **options), done, lacks, excluded, tuned, likely_fastest)
 
     return make
 

@@ -16,7 +16,7 @@ from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.report.weekly import CHANGES, change_of, diff_page, read_diff
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries.measured import read_traces
 
@@ -70,7 +70,7 @@ def two(store: Store, catalog: Catalog, tmp_path_factory: pytest.TempPathFactory
                     content["libs"] = {**trace.libs, "triton": "9.9.9"}
                 journal.append(Trace.from_dict(content))
     with open_store(home, catalog=catalog) as writable:
-        ingest_journals(writable)
+        ingest(writable)
     with open_store(home, read_only=True, catalog=catalog) as opened:
         yield opened
 

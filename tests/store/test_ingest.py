@@ -19,7 +19,7 @@ from tilegym_db.published.snapshot import Batch
 from tilegym_db.records.workload import axes_key
 from tilegym_db.store import connection as opening
 from tilegym_db.store import journal as journals
-from tilegym_db.store.filling import ingest, ingest_journals, rebuild
+from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 
@@ -260,7 +260,7 @@ def test_only_journals_that_grew_are_read(opened, home, trace):
         with opened() as store:
             assert ingest(store).files == 0  # a fresh store has them already
             journal.append(trace())
-            assert (ingest_journals(store).added, ingest_journals(store).files) == (1, 0)
+            assert (ingest(store).added, ingest(store).files) == (1, 0)
 
 
 def test_a_bad_line_is_reported_and_costs_only_itself(opened, write_traces, trace, tmp_path):
@@ -479,7 +479,7 @@ def test_reader_that_finds_it_done_is_not_stale(opened, home, trace, monkeypatch
 
     def another_is_first(*given):
         with open_writer(*given) as store:
-            ingest_journals(store)
+            ingest(store)
         raise StoreError("another process has it", code="store_locked")
 
     monkeypatch.setattr(opening, "_open_writer", another_is_first)

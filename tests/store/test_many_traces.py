@@ -14,7 +14,10 @@ from tilegym_db.report.page import page, read_report
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.queries.measured import best_rows, count_unverified, leaderboard_rows, measured_gpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/"),  # stores of many traces
+]
 
 GROWN = {
     # Older measurements of the same points, which newer ones supersede.
@@ -53,13 +56,11 @@ def seconds(call: object) -> float:
     return time.process_time() - begun
 
 
-@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/")  # stores of many traces
 def test_best_of_one_operator_does_not_read_the_others(store: Store) -> None:
     assert best_rows(store, "rms_norm", for_table=True)
     assert seconds(lambda: best_rows(store, "rms_norm", for_table=True)) < 1.0
 
 
-@pytest.mark.turn("tilegym_db/store/views.sql", "tilegym_db/store/queries/")  # stores of many traces
 def test_first_rows_of_every_operator_come_quickly(store: Store) -> None:
     assert seconds(lambda: best_rows(store, limit=2001, for_table=True)) < 3.0
 

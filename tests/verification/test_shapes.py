@@ -321,6 +321,7 @@ def is_drawn_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
 
 
+@pytest.mark.slow  # a reference with loops over experts takes half a minute; at the end of the run one process would wait for it
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(CATALOG.definitions))
 def test_most_cases_of_a_shipped_operator_prove_something(name):

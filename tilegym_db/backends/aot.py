@@ -169,13 +169,8 @@ def compile_many(
     """Compile many jobs; each worker process serves one language at a time, and a crash or hang fails only its job.
 
     Args:
-        jobs: what to compile.
-        on_result: called in this thread with every result as it comes, in no particular order.
         processes: how many workers at most. By default one less than the machine's cores, but no more than are worth
             the seconds that each takes to import its language.
-
-    Returns:
-        The results in the order of the jobs.
     """
     results: dict[int, CompileResult] = {}
     waiting: list[tuple[int, CompileJob]] = []
@@ -207,18 +202,8 @@ def _unsupported(job: CompileJob) -> CompileResult | None:
     spec = job.solution.record.spec
     if not TOOLCHAINS[spec.language].targets:
         return CompileResult("unsupported", log=f"a {spec.language} solution has nothing to compile ahead of time")
-    reason = _spec_reason(job)
+    reason = job.solution.record.unsupported_at(job.definition, job.workload, job.target)
     return CompileResult("unsupported", log=reason) if reason else None
-
-
-def _spec_reason(job: CompileJob) -> str | None:
-    """Return the reason that the Solution's declared limits exclude the job, or None."""
-    return job.solution.record.unsupported(
-        job.definition.bind_axes(job.workload.axes),
-        job.definition.bind_dtypes(job.workload.dtypes),
-        job.workload.layout_classes(job.definition),
-        target=job.target,
-    )
 
 
 def _missing(language: str) -> CompileResult | None:

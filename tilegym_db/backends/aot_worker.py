@@ -59,13 +59,7 @@ def main(language: str) -> None:
 
 
 def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
-    """Call the Solution's ``run`` on arguments without contents, with the language intercepted.
-
-    Raises:
-        ToolchainError: a dependency of the Solution is missing.
-        SolutionError: the source does not import, or launches nothing.
-        Exception: whatever the compiler, or ``run`` itself, raises.
-    """
+    """Call the Solution's ``run`` on arguments without contents, with the language intercepted."""
     from tilegym_db.backends.stand_ins import pretend_device
 
     arguments = call_arguments(narrowed(job.definition, job.solution.record.spec.omits), job.workload)
@@ -150,9 +144,6 @@ def call_arguments(definition: Definition, workload: Workload) -> list[Any]:
     """Return the inputs in order, scalars included, then the outputs that are written through arguments.
 
     Memory is reserved but never touched, so a tensor of many gigabytes costs nothing.
-
-    Raises:
-        RecordError: the Workload does not bind every axis and dtype of the Definition.
     """
     axes = definition.bind_axes(workload.axes)
     dtypes = definition.bind_dtypes(workload.dtypes)

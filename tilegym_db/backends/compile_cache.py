@@ -79,10 +79,6 @@ def use_compile_cache(folder: Path, private: Path) -> None:
 
     For a trusted process that is forked later, so that no thread may be left, and that has not imported inductor. Raises what
     ``torch.compile`` raises, and then the process is not fit to be forked.
-
-    Args:
-        folder: of :func:`compile_cache_folder`.
-            private: for all other files that inductor writes; no other process reads it.
     """
     if not folder.is_dir():
         with _one_at_a_time(folder.parent):  # several harnesses of a host begin at once

@@ -33,13 +33,7 @@ _lock = threading.RLock()  # the import of one Solution must not see the sibling
 
 
 def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
-    """Return the entry function of a Solution; one digest gives the same function in one process.
-
-    Raises:
-        ToolchainError: the language, or a declared dependency, is missing or too old; names what installs it.
-        SolutionError: the source on disk is not the one that was read, raised while it was imported, or has no such
-            function. The message ends with the traceback, clipped, without this package's own frames.
-    """
+    """Return the entry function of a Solution; one digest gives the same function in one process."""
     with _lock:
         name = f"{_package_name(solution)}.{_module_name(solution.record.spec.entry_path)}"
         module = sys.modules.get(name) or _import(solution, name)

@@ -280,12 +280,7 @@ class ToolchainStatus:
 
 
 def toolchain_status(language: str, environ: Environment | None = None) -> ToolchainStatus:
-    """Return the status of a language's compiler without importing it.
-
-    Args:
-        language: a key of :data:`TOOLCHAINS`.
-        environ: the variables to look under; those of this process by default.
-    """
+    """Return the status of a language's compiler without importing it."""
     toolchain = TOOLCHAINS[language]
     install = f"pip install 'tilegym-db[{toolchain.extra}]'"
     if not _is_installed(toolchain.package):
@@ -301,11 +296,7 @@ def toolchain_status(language: str, environ: Environment | None = None) -> Toolc
 
 
 def require_toolchain(language: str) -> None:
-    """Raise :class:`ToolchainError` unless the language is installed and complete.
-
-    Raises:
-            ToolchainError: names the missing part, and the command that installs it.
-    """
+    """Raise :class:`ToolchainError` with the fix unless the language is installed and complete."""
     status = toolchain_status(language)
     if not status.available:
         raise ToolchainError(
@@ -314,11 +305,7 @@ def require_toolchain(language: str) -> None:
 
 
 def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
-    """Compare what a Solution declares (``triton>=3.4``) with what is installed.
-
-    Raises:
-        ToolchainError: a package is missing or its version is outside the declared range.
-    """
+    """Raise :class:`ToolchainError` unless the packages that a Solution declares (``triton>=3.4``) are installed."""
     lacking = lacking_dependency(dependencies)
     if lacking is not None:
         raise ToolchainError(f"{needed_by} needs {lacking}", code="dependency_unmet")
@@ -354,11 +341,7 @@ def declared_libraries(dependencies: tuple[str, ...]) -> dict[str, str]:
 
 
 def check_libraries(dependencies: tuple[str, ...], verified: Mapping[str, str], needed_by: str) -> None:
-    """Compare the libraries that a Solution declares, as they are installed, with those that it was verified with.
-
-    Raises:
-        ToolchainError: one is another, or the trace does not state its code.
-    """
+    """Compare the libraries that a Solution declares, as they are installed, with those that it was verified with."""
     for name, state in declared_libraries(dependencies).items():
         if CODE not in state or verified.get(name) != state:
             raise ToolchainError(
@@ -468,12 +451,7 @@ def torch_requirements() -> tuple[str, ...]:
 
 
 def misfits(versions: Mapping[str, str], required_by_torch: tuple[str, ...] = ()) -> list[Misfit]:
-    """Return the installed packages that do not fit together.
-
-    Args:
-        versions: version by distribution name, as :func:`installed_versions` returns.
-        required_by_torch: requirements of the installed PyTorch (``triton==3.9.0; platform_system == "Linux"``).
-    """
+    """Return the installed packages (by distribution name) that do not fit together, or not the installed PyTorch."""
     return [*_compiler_misfits(versions), *_triton_misfits(versions, required_by_torch)]
 
 

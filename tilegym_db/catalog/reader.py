@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from tilegym_db.catalog.other_names import OTHER_NAMES
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
     RECORD_NAME,
@@ -248,11 +249,7 @@ class Catalog:
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
-        """Return a Definition; one with saved tensors is bound to the forward that computes them.
-
-        Raises:
-            RecordError: the forward does not exist, is broken, or does not match this backward.
-        """
+        """Return a Definition; one with saved tensors is bound to the forward that computes them."""
         from tilegym_db.records.call import bind_forward
 
         if not record.saved:
@@ -339,12 +336,7 @@ class Catalog:
             self.solution(name)
 
     def refuse_unknown(self, names: Iterable[str], *, drafts: bool = False) -> None:
-        """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too.
-
-        Raises:
-            NotFoundError: a name is unknown; the message suggests the nearest ones.
-            RecordError: the record of a name is broken.
-        """
+        """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too."""
         known = {*self.definition_paths, *self.solution_paths}
         for name in names:
             if drafts and is_place(name, self):
@@ -380,12 +372,7 @@ class Catalog:
         return writers.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
-        """Add versions that the lock does not have, and return them; never change a locked digest.
-
-        Raises:
-            RecordError: the lock is damaged.
-            StoreError: the lock cannot be written.
-        """
+        """Add versions that the lock does not have, and return them; never change a locked digest."""
         from tilegym_db.catalog import writers
 
         return writers.update(self, root)
@@ -505,12 +492,7 @@ FOLDER, SUFFIX = "blob", ".safetensors"
 
 
 def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
-    """Return the path and the bytes of the file that holds an input, from the first root that has it.
-
-    Raises:
-        RecordError: the file is missing in every root, leads out of its root, or differs from its sha256; or the Workload
-            states no sha256.
-    """
+    """Return the path and the bytes of the file that holds an input, from the first root that has it."""
     root = next((root for root in roots if (root / spec.path).is_file()), None)
     if root is None:
         where = " or ".join(map(str, roots)) or "no folder: none is known here"
@@ -538,12 +520,7 @@ def check_blobs(workloads: Iterable[Workload], source: Path) -> None:
 
 
 def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) -> None:
-    """Copy the files that Workloads name from ``source`` to ``root``; existing files stay.
-
-    Raises:
-        RecordError: a file is missing, differs from its sha256, or does not lie in ``blob/``.
-        ConflictError: the root has a different file of that name.
-    """
+    """Copy the files that Workloads name from ``source`` to ``root``; existing files stay."""
     named, roots = _named(workloads), (root,) if source is None else (source,)
     new = {place: given for place, given in named.items() if not os.path.lexists(root / place)}
     for place, (name, spec) in named.items():  # check all of them before writing one
@@ -597,11 +574,7 @@ def lock_path(root: Path) -> Path:
 
 
 def read_lock(root: Path) -> Locked:
-    """Return name -> version -> digest of one root; empty if it has no lock.
-
-    Raises:
-        RecordError: the file is damaged; it is never overwritten then.
-    """
+    """Return name -> version -> digest of one root; empty if it has no lock. A damaged one is never overwritten."""
     path = lock_path(root)
     if not path.exists():
         return {}
@@ -619,53 +592,3 @@ def read_lock(root: Path) -> Locked:
                 f"{path}: the lock cannot be read: {name[:60]!r} must map versions to digests.", code="lock_damaged"
             )
     return content
-
-
-# ---- Names of TileKernels -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OtherName:
-    """The Definitions or the name of the Python API that a name stands for, and what differs."""
-
-    definitions: tuple[str, ...] = ()
-    python: str = ""
-    differs: str = ""
-
-    @property
-    def here(self) -> str:
-        """The names to use instead."""
-        return " + ".join(self.definitions) or self.python
-
-    def said(self, name: str) -> str:
-        """Return a sentence without full stop that explains ``name``."""
-        return f"{name} of TileKernels is {self.here} here" + (f": {self.differs}" if self.differs else "")
-
-
-OTHER_NAMES: dict[str, OtherName] = {
-    "topk_gating": OtherName(("topk_softmax",)),
-    "token_to_expert_map": OtherName(("get_fused_mapping",)),
-    "fused_expand_reduce": OtherName(
-        ("expand_to_fused", "reduce_fused"), differs="two operators, before and after the experts"
-    ),
-    "weight_normalize": OtherName(("normalize_weight",)),
-    "per_token_cast_fp8": OtherName(
-        ("per_row_cast",), differs="one scale a row; per_token_cast has one for each group of 128"
-    ),
-    "per_block_cast_fp8": OtherName(("per_block_cast",)),
-    "per_channel_cast_fp8": OtherName(("per_channel_cast",)),
-    "fused_swiglu_quant_fp8": OtherName(("swiglu_and_per_token_cast",), differs="gate and up lie in one tensor"),
-    "swiglu_forward_and_per_token_cast": OtherName(("swiglu_and_per_token_cast",)),
-    "swiglu_forward_and_per_channel_cast_and_transpose": OtherName(
-        ("swiglu_and_per_channel_cast_transpose",), differs="without a transpose it is swiglu_and_per_channel_cast"
-    ),
-    "engram_gate_forward": OtherName(("engram_gate_fwd",), differs="takes keys and values too"),
-    "engram_weight_grad": OtherName(("engram_grad_w_reduce",)),
-    "sinkhorn_normalize": OtherName(("mhc_sinkhorn",), differs="of many square matrices"),
-    "mhc_mix_split": OtherName(("mhc_pre_split_mixes",)),
-    "mhc_mix_apply": OtherName(("mhc_pre_apply_mix",)),
-    "EngramGateLayer": OtherName(python="tilegym_db.layers.EngramGateLayer"),
-    "MHCPipeline": OtherName(python="tilegym_db.layers.MHCPipeline"),
-    "benchmark_kernel": OtherName(python="tilegym_db.bench"),
-}
-"""Names of TileKernels that have another name here."""

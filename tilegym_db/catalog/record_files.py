@@ -82,12 +82,7 @@ class SolutionFiles:
         """Read a record and every source it lists.
 
         Args:
-            place: the file of the record, a folder with ``solution.json``, or ``family.json#<solution>``.
             known: path -> bytes of sources that were read before; sources read now are added. A family shares them.
-
-        Raises:
-            RecordError: the record is not valid, or a source is missing, is a link out of the folder, is not Python in UTF-8,
-                or does not define the entry point.
         """
         path = record_path(place)
         record = read_record(path)
@@ -365,11 +360,7 @@ def read_record(path: Path) -> Solution:
 
 
 def family_content(content: bytes, path: Path) -> bytes:
-    """Return the part of a ``family.json`` that decides if the Solution at ``path`` is valid.
-
-    Raises:
-        RecordError: the content cannot be parsed, or the family does not list the Solution once.
-    """
+    """Return the part of a ``family.json`` that decides if the Solution at ``path`` is valid."""
     return canonical_json(_narrowed(content, file_of(path), name_at(path))).encode()
 
 
@@ -379,11 +370,7 @@ def family_names(content: bytes, file: Path | str) -> list[str]:
 
 
 def content_of_family(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the content of one Solution's record in a ``family.json``, which is known to be valid.
-
-    Raises:
-        RecordError: the content cannot be parsed, or the family does not list the Solution once.
-    """
+    """Return the content of one Solution's record in a ``family.json``, which is known to be valid."""
     from tilegym_db.records.solution import expanded
 
     family = _narrowed(content, file_of(path), name_at(path))
@@ -391,16 +378,7 @@ def content_of_family(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def solution_of_family(content: bytes, file: Path | str, name: str) -> Solution:
-    """Return one Solution of a ``family.json``.
-
-    Args:
-        content: the content of the file.
-        file: its path, for messages.
-        name: the Solution's name.
-
-    Raises:
-        RecordError: the family or its Solution is not valid, or the family does not list the Solution once.
-    """
+    """Return one Solution of a ``family.json``, which must list it once; ``file`` is for messages."""
     from tilegym_db.records.solution import Family, FamilyMember
 
     place = f"{file}#{name}"

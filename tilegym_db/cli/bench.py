@@ -6,10 +6,10 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -120,25 +120,9 @@ def bench_command(
     results are kept, and the next run continues. The path of a kernel measures it before it is added; --definition names the
     operator of a .py file.
     """
-    _refuse_times(times)
-    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json, drafts=True) as (devices, progress):
-        from tilegym_db.measurement.benchmark import bench
-
-        report = bench(
-            tuple(names or ()),
-            definition=definition,
-            devices=devices,
-            language=language,
-            workload=workload,
-            quick=quick,
-            force=force,
-            verify=verify,
-            allow_unsandboxed=allow_unsandboxed,
-            observer=progress.observer(),
-        )
-    asked = spelled_words(names, language=language, workload=workload)
-    again = f"bench{asked}{_spelled_rest(gpu, gpus, executor, definition=definition, quick=quick, verify=verify)}"
-    finish(report, as_json=as_json, times=times, asked=asked, screens=not verify, again=again)
+    options = {"quick": quick, "force": force, "allow_unsandboxed": allow_unsandboxed}
+    own = {"definition": definition, "verify": verify}
+    _measure("bench", names, language, workload, gpu, gpus, executor, options, times, as_json=as_json, own=own)
 
 
 def verify_command(
@@ -160,45 +144,50 @@ def verify_command(
     requires five bitwise equal runs, device time that belongs to the solution's own kernels, and a time that the harness's own
     clock confirms.
     """
-    _refuse_times(times)
-    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json) as (devices, progress):
-        from tilegym_db.measurement.benchmark import verify
-
-        report = verify(
-            tuple(names or ()),
-            devices=devices,
-            language=language,
-            workload=workload,
-            quick=quick,
-            force=force,
-            allow_unsandboxed=allow_unsandboxed,
-            observer=progress.observer(),
-        )
-    asked = spelled_words(names, language=language, workload=workload)
-    again = f"verify{asked}{_spelled_rest(gpu, gpus, executor, quick=quick)}"
-    finish(report, as_json=as_json, times=times, asked=asked, again=again)
+    options = {"quick": quick, "force": force, "allow_unsandboxed": allow_unsandboxed}
+    _measure("verify", names, language, workload, gpu, gpus, executor, options, times, as_json=as_json)
 
 
-def _refuse_times(times: Path | None) -> None:
-    """Raise before anything is measured if the times could not be saved at the end."""
+def _measure(
+    verb: Literal["bench", "verify"],
+    names: list[str] | None,
+    language: str | None,
+    workload: str | None,
+    gpu: str,
+    gpus: str | None,
+    executor: str | None,
+    options: Mapping[str, bool],
+    times: Path | None,
+    *,
+    as_json: bool,
+    own: Mapping[str, Any] | None = None,
+) -> None:
+    """Run ``bench`` or ``verify`` of the harness and print the report; ``own`` are the options that only ``bench`` has."""
     if times is not None:
-        refuse_unwritable(times, "a file of times")
+        refuse_unwritable(times, "a file of times")  # before anything is measured
+    own = own or {}
+    with progress_of(names, gpu, gpus, executor, workload, as_json=as_json, drafts=verb == "bench") as (
+        devices,
+        progress,
+    ):
+        from tilegym_db.measurement import benchmark
+
+        run = benchmark.bench if verb == "bench" else benchmark.verify
+        asked_for, given = tuple(names or ()), {"language": language, "workload": workload, **options, **own}
+        report = run(asked_for, devices=devices, observer=progress.observer(), **given)
+    asked = spelled_words(names, language=language, workload=workload)
+    where = {"gpu": None if gpu == "auto" else gpu, "gpus": gpus, "executor": executor}
+    flags = {"quick": options["quick"], "verify": own.get("verify", False)}
+    again = verb + asked + spelled_words(None, definition=own.get("definition"), **where)
+    again += "".join(f" --{name}" for name, is_given in flags.items() if is_given)
+    screens = verb == "bench" and not own["verify"]
+    finish(report, as_json=as_json, times=times, asked=asked, screens=screens, again=again)
 
 
 def spelled_words(names: Sequence[str] | None, **options: str | None) -> str:
     """Return names and options as words of a command line, each after a space."""
     named = [word for option, value in options.items() if value is not None for word in (f"--{option}", value)]
     return "".join(f" {shlex.quote(word)}" for word in (*(names or ()), *named))
-
-
-def _spelled_rest(
-    gpu: str, gpus: str | None, executor: str | None, *, definition: str | None = None, **flags: bool
-) -> str:
-    """Return the options that say where and how a run measures, as :func:`spelled_words` does."""
-    options = spelled_words(
-        None, definition=definition, gpu=None if gpu == "auto" else gpu, gpus=gpus, executor=executor
-    )
-    return options + "".join(f" --{name}" for name, given in flags.items() if given)
 
 
 def finish(
@@ -213,7 +202,6 @@ def finish(
     """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``.
 
     Args:
-        asked: the names and options that chose what ran, as :func:`spelled_words` returns them.
         screens: the command verifies nothing for good.
         again: the command that was run, without the program's name.
     """

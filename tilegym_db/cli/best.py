@@ -195,11 +195,7 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chosen_gpu(gpu: str | None) -> str | None:
-    """Return the slug or family of ``--gpu``. ``auto`` means the device of this machine; None stays None.
-
-    Raises:
-        HardwareError: the GPU is unknown.
-    """
+    """Return the slug or family of ``--gpu``. ``auto`` means the device of this machine; None stays None."""
     from tilegym_db.records.hardware import parse_gpu
 
     if gpu is None:
@@ -354,12 +350,7 @@ def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
 
 
 def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
-    """Raise if a solution is given twice or the solutions belong to different operators.
-
-    Raises:
-        NotFoundError: a solution does not exist.
-        UsageError: the solutions cannot be compared.
-    """
+    """Raise if a solution is given twice or the solutions belong to different operators."""
     definitions = [catalog.solution(name).record.definition for name in (a, b)]
     if a == b:
         raise UsageError(f"'{a}' is given twice: compare takes two solutions.", code="solution_repeated")

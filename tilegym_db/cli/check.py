@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +11,7 @@ import typer
 from tilegym_db.cli.kit.output import note, print_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tilegym_db.catalog import Catalog
+    pass
 
 
 def command(
@@ -48,7 +45,9 @@ def command(
 
     catalog = Catalog.default(warns=False)
     if update_lock:
-        catalog = with_new_locks(catalog)
+        for locked in catalog.update_lock(catalog.write_root):
+            note(f"locked {locked}")
+        catalog = Catalog.default(warns=False)
     drafts, added = divided(names or (), catalog)
     if architecture:
         from tilegym_db.loop.architecture import architecture_findings
@@ -56,45 +55,23 @@ def command(
         findings = [finding for path in drafts for finding in draft_findings(path, catalog)]
         findings += architecture_findings(catalog, added)
     else:
-        findings = check(*names or (), catalog=catalog, static=static, on_note=scan_note if verbose else None)
+        findings = check(
+            *names or (),
+            catalog=catalog,
+            static=static,
+            on_note=(lambda text: note(f"note: {text}")) if verbose else None,
+        )
     if as_json:
         print_line(json.dumps(findings))
     else:
-        print_findings(findings, counted(catalog, names or (), added))
+        for finding in findings:
+            print_line(finding)
+        kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
+        note(f"checked {len(names or catalog.definitions)} {kind}: {len(findings)} findings")
         if names and not findings:
-            note_next(drafts, added)
+            after = [f"tilegym-db add-definition {shlex.quote(str(path))}" for path in drafts]
+            note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
     if added and (others := len(catalog.broken()) - len(catalog.broken(added))):
         note(f"{others} other records are broken. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
-
-
-def with_new_locks(catalog: Catalog) -> Catalog:
-    """Lock new versions, print each of them, and return the catalog read again."""
-    for locked in catalog.update_lock(catalog.write_root):
-        note(f"locked {locked}")
-    return type(catalog).default(warns=False)
-
-
-def note_next(drafts: Sequence[Path], added: Sequence[str]) -> None:
-    """Print the next commands after a check without findings."""
-    after = [f"tilegym-db add-definition {shlex.quote(str(path))}" for path in drafts]
-    note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
-
-
-def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str:
-    """Return the number and kind of the checked records."""
-    kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
-    return f"{len(names or catalog.definitions)} {kind}"
-
-
-def print_findings(findings: Sequence[str], checked: str) -> None:
-    """Print one line per finding, then their number."""
-    for finding in findings:
-        print_line(finding)
-    note(f"checked {checked}: {len(findings)} findings")
-
-
-def scan_note(text: str) -> None:
-    """Print a note that is not a finding."""
-    note(f"note: {text}")

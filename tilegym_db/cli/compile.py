@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,11 +85,7 @@ def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
 
 
 def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the targets of ``--target`` without repeats, in the order given.
-
-    Raises:
-        HardwareError: a target is unknown.
-    """
+    """Return the targets of ``--target`` without repeats, in the order given."""
     from tilegym_db.records.hardware import TARGETS, normalise_target
 
     if texts and "all" in texts:
@@ -101,12 +96,7 @@ def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
 def select_jobs(
     catalog: Catalog, names: Sequence[str], targets: Sequence[str], language: str | None, workload: str | None
 ) -> list[CompileJob]:
-    """Return what to compile: every tile solution, in every dtype and for every target that it declares.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
-    """
+    """Return what to compile: every tile solution, in every dtype and for every target that it declares."""
     from tilegym_db.backends.aot import CompileJob
     from tilegym_db.records import TILE_LANGUAGES
     from tilegym_db.records.solution import normalise_language
@@ -157,27 +147,17 @@ def choose_workloads(
     # 'tiny' workloads exist for tests, so they are used only if a dtype has no other.
     ordered = sorted(workloads, key=lambda item: "tiny" in item.tags)
     if pattern is not None:
-        matching = {item.uuid: item for item in ordered if _matches(item, pattern)}
-        return [item for item in matching.values() if _serves(solution, definition, item)]
+        matching = {item.uuid: item for item in ordered if item.matches(pattern)}
+        return [item for item in matching.values() if solution.record.unsupported_at(definition, item) is None]
     chosen: list[Workload] = []
     for choice in itertools.product(*definition.dtypes.values()):
         dtypes = dict(zip(definition.dtypes, choice, strict=True))
         measured = (item for item in ordered if definition.bind_dtypes(item.dtypes) == dtypes)
         candidates = itertools.chain(measured, (_in_dtypes(item, dtypes) for item in ordered))
-        chosen += itertools.islice((item for item in candidates if _serves(solution, definition, item)), 1)
+        chosen += itertools.islice(
+            (item for item in candidates if solution.record.unsupported_at(definition, item) is None), 1
+        )
     return chosen
-
-
-def _matches(workload: Workload, pattern: str) -> bool:
-    from tilegym_db.records import axes_key
-
-    texts = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(text, pattern) for text in texts)
-
-
-def _serves(solution: SolutionFiles, definition: Definition, workload: Workload) -> bool:
-    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition)) is None
 
 
 def _in_dtypes(workload: Workload, dtypes: dict[str, str]) -> Workload:

@@ -152,7 +152,7 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 def award_records(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
     """Return one row per award of the Definitions, with its status."""
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.side_files import award_rows
+    from tilegym_db.store.queries.loop import award_rows
 
     names = {item.name for item in definitions}
     with open_store(read_only=True, catalog=catalog) as store:
@@ -176,11 +176,7 @@ def award_records(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def imported_rows(origin: str, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
-    """Return one row per record of a kind, from one data set or from ``all``.
-
-    Raises:
-        NotFoundError: the data set does not exist.
-    """
+    """Return one row per record of a kind, from one data set or from ``all``."""
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set, data_sets
 

@@ -412,11 +412,7 @@ def plan_command(
 
 
 def asked_questions(config: str, *, everything: bool) -> list[Question]:
-    """Return the calls of a config's model at every stage, or those of the known models by which releases are compared.
-
-    Raises:
-        UsageError: the config cannot be read, or lacks a size.
-    """
+    """Return the calls of a config's model at every stage, or those of the known models by which releases are compared."""
     from tilegym_db.scaffold.model_calls import ASKED_STAGES, MODELS, STAGES, known_models, models_of, questions
 
     if everything:

@@ -242,11 +242,7 @@ def _as_file_name(tag: str) -> str:
 
 
 def check_name(name: str, option: str) -> None:
-    """Raise UsageError unless a text is a valid record name.
-
-    Raises:
-        UsageError: the text is empty or has invalid characters.
-    """
+    """Raise :class:`UsageError` unless a text is a valid record name."""
     from tilegym_db.records.text import NAME_PATTERN
 
     if re.fullmatch(NAME_PATTERN, name) is None:
@@ -330,12 +326,7 @@ def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> 
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a folder's files. Existing files are not changed.
-
-    Raises:
-        ConflictError: the folder exists and is not empty.
-        StoreError: the folder cannot be written.
-    """
+    """Write a folder's files. Existing files are not changed."""
     from tilegym_db.files import write_exclusively, write_folder
 
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
@@ -352,23 +343,14 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def write_new_file(path: Path, text: str) -> None:
-    """Write a file that does not exist yet.
-
-    Raises:
-        ConflictError: the file exists.
-        StoreError: the file cannot be written.
-    """
+    """Write a file that does not exist yet."""
     from tilegym_db.files import write_exclusively
 
     write_exclusively(path, _encoded(text))
 
 
 def _encoded(text: str) -> bytes:
-    """Encode a text in UTF-8, independent of the locale.
-
-    Raises:
-        UsageError: the text has bytes that are not UTF-8.
-    """
+    """Encode a text in UTF-8, independent of the locale."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

@@ -53,7 +53,7 @@ def command(
     and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.catalog.reader import OTHER_NAMES
+    from tilegym_db.catalog.other_names import OTHER_NAMES
 
     catalog = Catalog.default()
     if history:
@@ -75,12 +75,8 @@ def _unknown(catalog: Catalog, name: str, kinds: str) -> NotFoundError:
 
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
-    """Explain a name of TileKernels, and show its Definition if there is exactly one.
-
-    Raises:
-        UsageError: the output is not a table, and the name stands for none or several Definitions.
-    """
-    from tilegym_db.catalog.reader import OTHER_NAMES
+    """Explain a name of TileKernels, and show its Definition if there is exactly one."""
+    from tilegym_db.catalog.other_names import OTHER_NAMES
 
     other = OTHER_NAMES[name]
     said = other.said(name)
@@ -232,11 +228,7 @@ HISTORY_COLUMNS = (
 
 
 def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
-    """Print the timed passes of a Solution, or of a Definition's Solutions, oldest first; a table has only repeated ones.
-
-    Raises:
-        NotFoundError: the name is neither in the catalog nor in the database.
-    """
+    """Print the timed passes of a Solution, or of a Definition's Solutions, oldest first; a table has only repeated ones."""
     from tilegym_db.store.queries.measured import history_of_passes
 
     with open_reader() as store:
@@ -325,11 +317,7 @@ UNCONFINED = " (not confined: serves only this user, and only if the package shi
 
 
 def show_trace(trace_id: str, form: Form) -> bool:
-    """Print the trace with this id or id prefix; return False if there is none.
-
-    Raises:
-        UsageError: several ids have this prefix.
-    """
+    """Print the trace with this id or id prefix, which must be unique; return False if there is none."""
     from tilegym_db.store.queries.measured import find_traces
 
     if len(trace_id) < MIN_PREFIX:

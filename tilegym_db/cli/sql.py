@@ -134,11 +134,7 @@ Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE
 
 
 def read_statement() -> str:
-    """Return the statement on standard input, decoded as UTF-8 independent of the locale.
-
-    Raises:
-        QueryError: it has another encoding, or is too long.
-    """
+    """Return the statement on standard input, decoded as UTF-8 independent of the locale."""
     stream = getattr(sys.stdin, "buffer", None)
     most = 4 * MAX_STATEMENT + 1  # maximum bytes of a statement
     content = stream.read(most) if stream is not None else sys.stdin.read(most).encode(errors="surrogatepass")
@@ -184,7 +180,6 @@ def ask_for_statements(
     """Read statements up to a semicolon or an empty line, and answer each, until the input ends.
 
     Args:
-        answer: prints the answer to one statement.
         words: gives the names to complete.
         read: returns one line after a prompt; raises EOFError at the end.
     """

@@ -258,8 +258,6 @@ def adapted_solution(
     """Return the Solution for our harness, or why it cannot run.
 
     Args:
-        item: the Solution's record.
-        adapted: its Definition.
         omits: optional outputs that it does not write; None derives them from its parameters.
     """
     spec = item.record["spec"]
@@ -407,12 +405,7 @@ class Draft:
 
 
 def draft_of(found: DataSet, name: str) -> Draft:
-    """Return the draft of one Definition of a data set.
-
-    Raises:
-        NotFoundError: the data set has no such Definition.
-        UsageError: it cannot be adapted; the message has the reason.
-    """
+    """Return the draft of one Definition of a data set."""
     items = {item.name: item for item in found.of_kind("definition")}
     if name not in items:
         hint = did_you_mean(name, items)
@@ -582,12 +575,7 @@ class KnownSampler:
 
 
 def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | str:
-    """Return the known sampler that an adapted Definition matches, or why it matches none.
-
-    Args:
-        definition: an adapted Definition with the foreign inputs and outputs.
-        catalog: the catalog with our samplers.
-    """
+    """Return the known sampler that an adapted Definition matches, or why it matches none."""
     given = tuple(name for name in definition.inputs if name not in (PROBABILITIES, UNIFORM))
     laws = _samplers(catalog)
     ours = laws.get(given)
@@ -675,16 +663,7 @@ def base_of(found: DataSet, item: StoredRecord) -> str:
 
 
 def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile:
-    """Return the file of an input.
-
-    Args:
-        name: name of the input, for messages.
-        given: the path that the Workload states.
-        base: the folder that the path is relative to.
-
-    Raises:
-        RecordError: the file is missing, a Git LFS pointer, or changed.
-    """
+    """Return the file of an input."""
     file = found.files_by_path.get(os.path.normpath(os.path.join(base, given)))
     if file is None or file.role == "pointer":
         what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"

@@ -105,11 +105,7 @@ class Collection:
         unset: Iterable[str] = (),
         findings: Iterable[str] = (),
     ) -> None:
-        """Add a record that passed its checks.
-
-        Raises:
-            RecordError: another file has a Definition or Solution of that name.
-        """
+        """Add a record that passed its checks; refuse a second Definition or Solution of its name."""
         name = str(record["workload"]["uuid"] if kind == "trace" else record["uuid" if kind == "workload" else "name"])
         if kind in ("definition", "solution"):
             first = self.first_of(kind, name, digest, path)

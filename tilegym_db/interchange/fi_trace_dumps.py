@@ -52,11 +52,7 @@ def _is_dump(file: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Read every dump. Invalid ones are refused with their reasons.
-
-    Raises:
-        RecordError: two dumps have the same name.
-    """
+    """Read every dump. Invalid ones are refused with their reasons, and so are two of one name."""
     single = root.is_file()
     found = Collection(DIALECT, RULES, root.parent if single else root)
     paths, refused = ([(root.name, root)], []) if single else walk(root)

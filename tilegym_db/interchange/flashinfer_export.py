@@ -54,15 +54,9 @@ def build_export(
     """Build a data set. Reads the catalog and writes nothing but blobs.
 
     Args:
-        catalog: the catalog to export.
         traces: verified traces and failures (:func:`tilegym_db.store.sharing.shareable_traces`).
-        op_type: export only this family.
         blobs: folder and limits for inputs that FlashInfer-Bench must not draw. Without it, Workloads that need such inputs are
             left out.
-        names: export only these Definitions; empty means all.
-
-    Raises:
-        StoreError: a blob cannot be written.
     """
     export = Export()
     by_definition: dict[str, list[Trace]] = {}
@@ -659,12 +653,7 @@ class BlobFolder:
                 left -= blob.nbytes
 
     def write(self, blob: Blob, roots: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
-        """Draw a blob and write it; return the file and its entry in the side file.
-
-        Raises:
-            RecordError: the inputs cannot be drawn.
-            StoreError: the file cannot be written.
-        """
+        """Draw a blob and write it; return the file and its entry in the side file."""
         from safetensors.torch import save
 
         content = save({name: tensor.clone() for name, tensor in drawn_together(blob, roots).items()})
@@ -709,17 +698,7 @@ def why_drawn(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, st
 
 
 def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], folder: str, name: str) -> Blob | None:
-    """Return the blob that a Workload needs; None if FlashInfer-Bench may draw its inputs or files have them already.
-
-    Args:
-        definition: our Definition.
-        dtypes: the bound dtype variables.
-        folder: folder in the data set.
-        name: name of the exported Definition.
-
-    Raises:
-        RecordError: the forward Definition of a backward is not in the catalog.
-    """
+    """Return the blob that a Workload needs; None if FlashInfer-Bench may draw its inputs or files have them already."""
     reasons = {
         key: reason
         for key, reason in why_drawn(definition, dtypes).items()
@@ -746,11 +725,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     """Draw the tensors of a blob on the CPU, equal to those of a draw of all inputs from the same seed.
 
     Args:
-        blob: the blob to draw.
         roots: catalog roots, for input files that the tensors depend on.
-
-    Raises:
-        RecordError: a function of the Definition raises, a file is missing, or memory is short.
     """
     from tilegym_db.records.workload import Case
     from tilegym_db.verification.inputs import BlobReader, draw_inputs

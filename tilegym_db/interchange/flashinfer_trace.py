@@ -24,11 +24,7 @@ def is_this(root: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Read every record of the tree. Invalid ones are refused with their reasons.
-
-    Raises:
-        RecordError: two Definitions or two Solutions have the same name.
-    """
+    """Read every record of the tree. Invalid ones are refused with their reasons."""
     found = Collection(DIALECT, RULES, root)
     paths, refused = walk(root)
     found.refused += refused

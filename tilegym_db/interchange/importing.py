@@ -50,11 +50,7 @@ class ImportReport:
 
 
 def recognise(path: Path, dialects: Mapping[str, Any] = DIALECTS) -> Any:
-    """Return the module of a data set's dialect.
-
-    Raises:
-        UsageError: the path does not exist, or its dialect is not recognised.
-    """
+    """Return the module of a data set's dialect."""
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
     for dialect in dialects.values():
@@ -84,12 +80,7 @@ def import_data_set(
 
     Args:
         path: root of the data set, or one file of a dump.
-        name: name of the data set; by default its folder's name.
         dialect: one of :data:`DIALECTS`; by default it is detected.
-        replace: replace another data set of that origin.
-        strict: raise if a record is refused, and store nothing.
-        dry_run: only read and report.
-        home: the store's folder; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         more: modules of more dialects, tried after those of :data:`DIALECTS`.
 
     Raises:
@@ -149,12 +140,7 @@ def default_name(path: Path) -> str:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise if a folder is not free for an export. Call it before building the export, which takes seconds.
-
-    Raises:
-        UsageError: the path exists and is not an empty folder.
-        StoreError: the path cannot be read.
-    """
+    """Raise if a folder is not free for an export. Call it before building the export, which takes seconds."""
     try:
         if os.path.lexists(folder) and not folder.is_dir():
             raise UsageError(f"{folder} exists and is not a folder. Export into a new folder.", code="folder_irregular")
@@ -166,12 +152,7 @@ def refuse_taken(folder: Path) -> None:
 
 @contextmanager
 def folder_beside(folder: Path) -> Iterator[Path]:
-    """Yield a scratch folder on the file system of an export; it is removed at the end.
-
-    Raises:
-        UsageError: the export's folder exists and is not empty.
-        StoreError: the folder cannot be written.
-    """
+    """Yield a scratch folder on the file system of an export; it is removed at the end."""
     refuse_taken(folder)
     with ExitStack() as stack:
         try:
@@ -188,17 +169,7 @@ def _cannot_write(folder: Path, error: OSError) -> str:
 
 
 def write_tree(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path] | None = None) -> None:
-    """Write every file below ``folder``, or none.
-
-    Args:
-        folder: a folder that is empty or does not exist.
-        files: contents by path below the folder.
-        copies: files to copy, by path below the folder.
-
-    Raises:
-        UsageError: the folder exists and is not empty.
-        StoreError: the folder cannot be written. Nothing is left behind.
-    """
+    """Write files and copies by their paths below ``folder``, which is empty or does not exist: all or none."""
     refuse_taken(folder)
     write_folder(folder, files, copies, may_be_empty=True)
 

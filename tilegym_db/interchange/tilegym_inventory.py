@@ -30,10 +30,7 @@ def is_this(root: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Read every record of the inventory with the content of its sources. Other files are not kept.
-    Raises:
-        RecordError: two Definitions or two Solutions have the same name.
-    """
+    """Read every record of the inventory with the content of its sources. Other files are not kept."""
     repository = _repository(root)
     found = Collection(DIALECT, RULES, repository)
     paths, refused = walk(root)

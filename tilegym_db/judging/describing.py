@@ -61,10 +61,6 @@ def described(forms: Sequence[tuple[str, str, str]], which: int) -> torch.Tensor
     """Return the description of one problem as JSON in a uint8 tensor, padded with spaces; see ``description.py``.
 
     Each problem runs in another process, so that the next one does not see what it does to PyTorch or Python.
-
-    Args:
-        forms: of each problem its project, its source, and what its ``generate_input`` is called with, as JSON.
-        which: the one to describe.
     """
     _load_modules()
     forked = multiprocessing.get_context("fork")

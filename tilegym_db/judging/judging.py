@@ -82,10 +82,7 @@ def judge_data_set(
     """Run each Solution of a data set on the Workloads of its Definition.
 
     Args:
-        found: an imported data set; nothing in it is changed.
-        names: Definitions or Solutions; empty means all.
         limit: maximum number of Workloads per Definition, taken in order.
-        observer: called with each judgement when it is made.
     """
     judgements: list[Judgement] = []
     workloads = workloads_of(found)
@@ -153,11 +150,7 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
 
 
 def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the constraints that could not be evaluated.
-
-    Raises:
-        RecordError: the inputs break a constraint.
-    """
+    """Return the constraints that could not be evaluated; raise if the inputs break one."""
     unchecked = []
     for text in task.adapted.tensor_constraints:
         try:
@@ -338,12 +331,7 @@ class ComparedPair:
 
 
 def verified_pairs(found: DataSet, catalog: Catalog, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
-    """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
-
-    Args:
-        catalog: the catalog to search for its Definitions and Workloads, by the tags that a draft gives them.
-        traces: verified passes that stand and failures, oldest first.
-    """
+    """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft."""
     names: dict[tuple[str, str, str], PairKey] = {}
     for item in found.of_kind("definition"):
         record = catalog.definitions.get(native_name(item.name))
@@ -408,16 +396,8 @@ def draw_contents(
     """Return the inputs of a Workload by name, in the Definition's order: contiguous tensors or numbers.
 
     Args:
-        found: the data set that stores the tensors.
-        definition: the adapted Definition.
-        workload: the imported Workload with its axes and inputs.
         seed: seed of the random inputs, because the data set stores none. Equal seeds give equal inputs on one kind of
             device.
-        device: ``cpu`` or ``cuda:<n>``.
-        base: the folder that tensor paths are relative to.
-
-    Raises:
-        RecordError: a tensor is missing or does not fit, a scalar has no value, or an input cannot be drawn.
     """
     axes = definition.bind_axes({name: size for name, size in workload["axes"].items() if name in definition.axes})
     values: dict[str, torch.Tensor | Scalar] = {}

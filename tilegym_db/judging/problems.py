@@ -109,11 +109,7 @@ def _names(text: str) -> set[str]:
 
 
 def _source(file: Path) -> str:
-    """Return the text of a source that every later step can parse and write.
-
-    Raises:
-        RecordError: it is not UTF-8, no Python, or nested too deeply.
-    """
+    """Return the text of a source that every later step can parse and write."""
     content = read_bytes(file, "source")
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")

@@ -32,10 +32,6 @@ def code_of(
     """Return the result as a 0-d int32 tensor.
 
     Args:
-        original: the imported function.
-        draft: the function that the catalog would call.
-        inputs: values by name, in the order of the record. They are cloned for each call.
-        outputs: shape and dtype by name, in the order of the record.
         in_place: input to the output that overwrites it.
     """
     found = []

@@ -20,7 +20,6 @@ def traced(model: Any, arguments: list[str], scalars: Mapping[str, Any]) -> str:
     """Return the source of ``run`` with a module's inputs and weights. Runs in a confined worker.
 
     Args:
-        model: the module.
         arguments: names of the inputs of its ``forward``, in order.
         scalars: those of them that are numbers.
     """
@@ -129,7 +128,6 @@ def plain_functions(text: str, left_out: set[str], harmless: set[str]) -> str:
     """Return the imports, constants and functions of a module, without types of a harness, its checks and its flags.
 
     Args:
-        text: the source of a module.
         left_out: names of functions and constants to leave out.
         harmless: context managers that only set flags; their bodies stay.
     """
@@ -175,13 +173,7 @@ def forward_as_function(text: str, model: str, arguments: list[str], given: list
     """Return a module's source with its ``forward`` as ``run``. Its state may only be numbers that ``__init__`` computes.
 
     Args:
-        text: the source with the class.
-        model: the name of the class.
-        arguments: names of the arguments of ``run``.
         given: what ``__init__`` is called with.
-
-    Raises:
-        NotPlain: the module has weights, submodules or other methods that ``forward`` calls.
     """
     tree = ast.parse(text)
     made = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model)

@@ -14,7 +14,7 @@ from tilegym_db.records import TILE_LANGUAGES, Definition, axes_key
 from tilegym_db.records.roofline import share_of_stated_light
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.patterns import pattern_findings
-from tilegym_db.store.side_files import timed_passes, traced_digests
+from tilegym_db.store.queries.loop import timed_passes, traced_digests
 
 MAX_SHARED_TOKENS = 0.8
 """Maximum share of a source's tokens that may also be in another source. Above it, the source counts as a copy."""
@@ -46,12 +46,7 @@ def architecture_findings(catalog: Catalog, names: Sequence[str] = ()) -> list[s
 def definition_findings(
     definition: Definition, solutions: Sequence[SolutionFiles], workloads: int, traced: Iterable[str]
 ) -> list[str]:
-    """Return the problems of one Definition. Pure.
-
-    Args:
-        workloads: the number of its Workloads.
-        traced: digests of the Definition that have traces.
-    """
+    """Return the problems of one Definition. ``traced`` has the digests of it that have traces. Pure."""
     name, found = definition.name, []
     if not _NAMED.match(name):
         found.append(f"{name}: its name must consist of lower-case letters, digits and underscores.")
@@ -82,9 +77,6 @@ def above_light(definition: Definition, timed: Iterable[Mapping[str, Any]]) -> l
     """Return the verified passes that are faster than the speed of light at the stated peaks of their GPU. Pure.
 
     The cost of the Definition then counts more than the call did, or the time is wrong.
-
-    Args:
-        timed: solution, gpu, axes, dtypes and latency_us of verified passes of this Definition.
     """
     found = []
     for row in timed:

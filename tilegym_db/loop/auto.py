@@ -41,7 +41,7 @@ from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines,
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, ModelRun, Task, identified
 from tilegym_db.records.text import length_prefixed_digest
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.publish import publish, published_folder
 from tilegym_db.store.side_files import append, journaled, loop_lock, save_model_run
 
@@ -297,14 +297,8 @@ def auto_kernelize(
     A kernel is kept if it raises the coverage without slowing the model.
 
     Args:
-        state: the model, its machine and the shape of its call.
-        language: language of the kernels.
         author: a command that reads the prompt on stdin and writes ``kernel.py`` and ``solution.json`` into its working
             directory. None waits for a person to write them.
-        budget_s: seconds after which no experiment starts and waiting for an author ends.
-        max_attempts: maximum attempts per task.
-        home: folder of the store.
-        say: called with each progress message.
         done: list that receives each journaled experiment, so that the caller has them after Ctrl-C.
 
     Returns:
@@ -355,12 +349,7 @@ class Outcome:
 
 
 def without_award(attempt: Attempt | None, problem: str) -> Outcome:
-    """Return the outcome if no kernel got an award.
-
-    Args:
-        attempt: the last attempt, if any.
-        problem: the author's last problem.
-    """
+    """Return the outcome if no kernel got an award, from the last attempt or the author's last problem."""
     if problem == "timeout":
         return Outcome("timeout", "the budget ran out before the author finished")
     if attempt is None:
@@ -402,7 +391,6 @@ class Trial:
         """Back up the published files unless that is done, and publish the verified kernels.
 
         Args:
-            before: the coverage without the change.
             without: digests of Solutions not to publish, because earlier experiments discarded them. Those published before
                 the trial stay, because they were published on purpose after the discard.
 
@@ -446,7 +434,7 @@ class Trial:
 
     def _publish(self, without: Collection[str]) -> None:
         with open_store(self.home, catalog=Catalog.default()) as store:
-            ingest_journals(store)
+            ingest(store)
             try:
                 publish(store, self.gpu, own=True, without=without)
             except NotFoundError:
@@ -476,11 +464,7 @@ def judge_digest(catalog: Catalog) -> str:
 
 
 def author_command(command: str) -> list[str]:
-    """Split a command into words, with the absolute path of the program because it starts in another folder.
-
-    Raises:
-        UsageError: the command cannot be parsed, or its program does not exist or is not executable.
-    """
+    """Split a command into words, with the absolute path of the program because it starts in another folder."""
     try:
         words = shlex.split(command)
     except ValueError as error:  # an unclosed quotation
@@ -507,10 +491,6 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
 
     Returns:
         None if it wrote files, else the problem: ``timeout`` or how the command ended.
-
-    Raises:
-        UsageError: the command is invalid or cannot be started.
-        ConflictError: the package, definitions or workloads changed while it ran; the kernel is not judged.
     """
     words, before = author_command(command), judge_digest(catalog)
     shutil.rmtree(folder, ignore_errors=True)  # left by an author that was killed
@@ -565,14 +545,7 @@ def wait_for_author(
     """Show a person where the prompt is, and wait for a kernel; otherwise like :func:`run_author`.
 
     Args:
-        prompt: the task's page, written next to the folder.
-        folder: the folder in which a ``solution.json`` is expected.
-        catalog: the catalog that decides about the submission.
-        limit_s: maximum wait in seconds.
         is_submitted: returns True once a kernel was submitted in another way.
-
-    Raises:
-        ConflictError: the package, definitions or workloads changed during the wait; the kernel is not judged.
     """
     before = judge_digest(catalog)
     folder.mkdir(parents=True, exist_ok=True)

@@ -74,15 +74,7 @@ class Answer(NamedTuple):
 
 
 def ask(question: Question, gpu: str, catalog: Catalog, table: ResolverTable | None, rule: Rule = RULE) -> Answer:
-    """Return the resolver's answer to a question.
-
-    Args:
-        question: one kind of call of a model.
-        gpu: slug or family.
-        catalog: the records.
-        table: the published measurements of the GPU; None if it has none.
-        rule: the rule for calls that were not measured.
-    """
+    """Return the resolver's answer to a question; ``rule`` decides calls that were not measured."""
     if not question.definition:
         return Answer("no definition", "")
     try:
@@ -93,11 +85,7 @@ def ask(question: Question, gpu: str, catalog: Catalog, table: ResolverTable | N
 
 
 def request_of(question: Question, catalog: Catalog, gpu: str) -> Request:
-    """Return a question as the resolver's request.
-
-    Raises:
-        RecordError, UsageError: the Definition excludes the call.
-    """
+    """Return a question as the resolver's request."""
     definition = catalog.definition(question.definition)
     layouts = question.classes(definition)
     call = Call(definition.name, question.axes, dict(question.dtypes), layouts, dict(question.scalars))
@@ -276,7 +264,10 @@ class _Kind:
         best = decision.evidence.candidate
         assert best is not None
         others = [one.candidate for one in decision.rejected if one.candidate.role == "kernel"]
-        ranked = [best, *sorted(filter(_is_timed, others), key=lambda one: one.latency_us or math.inf)]
+        ranked = [
+            best,
+            *sorted((one for one in others if one.latency_us is not None), key=lambda one: one.latency_us or math.inf),
+        ]
         current = [one for one in ranked if one.solution in self.solutions]
         names = list(dict.fromkeys(one.solution for one in current))[:MAX_KERNELS]
         stock = [one.latency_us for one in expected[0].candidates if one.provides == "stock"][:1]
@@ -290,10 +281,6 @@ class _Kind:
             flops = asked.request.call.cost(self.definition)[0]
             self.prices[key] = self.costs.of_point(self.winners(asked)[1], flops)
         return self.prices[key]
-
-
-def _is_timed(candidate: Candidate) -> bool:
-    return candidate.latency_us is not None
 
 
 def plan_coverage(
@@ -312,10 +299,7 @@ def plan_coverage(
     later ones make superfluous are taken out again.
 
     Args:
-        asked: the calls of models.
-        gpu: slug or family with published traces.
         goal: a share; the plan ends where it is reached.
-        catalog: the records; the shipped ones and the user's overlay by default.
         done: uuids of Workloads that are measured on this GPU with a result that answers nothing; no point has one of them.
         memory: bytes of the GPU's memory, by default as its vendor states it.
         costs: what measuring costs; by default as the GPU's published traces show, or those of an H200.
@@ -577,19 +561,14 @@ def _choose(kinds: Sequence[_Kind], steps: Sequence[list[_Step]], plan: Coverage
             begun[kinds[number].definition.name] = None
     for name in begun:
         setup_s = 0.0 if plan.costs is None else plan.costs.setup_s
-        for kind, chosen in zip(kinds, _taken(steps, taken), strict=True):
+        for kind, found_steps, count in zip(kinds, steps, taken, strict=True):
+            chosen = [point for step in found_steps[:count] for point in step.points]
             if kind.definition.name == name and chosen:
                 plan.points += _planned(kind, chosen, setup_s)
                 setup_s = 0.0
 
 
 TOLERANCE = 1e-9
-
-
-def _taken(steps: Sequence[list[_Step]], taken: Sequence[int]) -> list[list[_Asked]]:
-    return [
-        [point for step in found[:count] for point in step.points] for found, count in zip(steps, taken, strict=True)
-    ]
 
 
 def _planned(kind: _Kind, chosen: list[_Asked], setup_s: float) -> list[PlannedPoint]:
@@ -668,17 +647,8 @@ def measure_next(
     probably end too late is not begun, except the first.
 
     Args:
-        asked: the calls of models.
         seconds: time of this call, without the start of the process.
-        goal: as for :func:`plan_coverage`.
-        devices: as for :func:`~tilegym_db.bench`.
-        observer: callbacks for progress.
         planned: called with the plan before anything is measured.
-        costs: as for :func:`plan_coverage`.
-
-    Raises:
-        HardwareError: the GPU is not in this machine, or nothing is published for its kind.
-        UsageError: the goal or the time is not positive.
     """
     from tilegym_db.measurement.benchmark import verify
 

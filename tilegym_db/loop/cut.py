@@ -103,8 +103,6 @@ def cut(model: Module, seam: Seam, inputs: ModelInputs, tag: str = "") -> Cut | 
     """Return the draft of a part of a model, or the reason why the model cannot be cut there.
 
     Args:
-        model: in eval mode.
-        seam: the place.
         inputs: token ids [batch, tokens], or the arguments of the model's forward by name.
         tag: the model's name in workloads.
     """

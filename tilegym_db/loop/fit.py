@@ -60,11 +60,7 @@ class FitOptions:
 
     @property
     def required(self) -> tuple[Requirement, ...]:
-        """The names in ``require``, in one order.
-
-        Raises:
-            UsageError: a name is unknown.
-        """
+        """The names in ``require``, in one order."""
         return _ordered(self.require)
 
     @property
@@ -142,9 +138,6 @@ def fit_config(
     Args:
         path: config file, or folder with a ``config.json``.
         devices: as for :func:`~tilegym_db.bench`, but no cluster; the model runs on the first of them.
-        options: shape of the model's calls.
-        observer: callbacks for the kernel measurements.
-        round_done: called after each timing round of the model.
 
     Raises:
         UsageError: the config or an option is invalid, or the model does not fit into memory.

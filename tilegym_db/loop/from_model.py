@@ -40,7 +40,7 @@ from tilegym_db.records.loop import Coverage, Estimate, Experiment, ModelRun, Ta
 from tilegym_db.records.text import binding_key, canonical_json, explain_command
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.side_files import award_rows, model_run_rows
+from tilegym_db.store.queries.loop import award_rows, model_run_rows
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""
@@ -138,11 +138,7 @@ def tasks_from_model(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        language: language of the requested kernels.
         gpu: ``auto``, ``cpu``, or a GPU of this machine, because the profile is taken here.
-        prompt: number of random tokens in the profiled call.
-        dtype: bfloat16, float16 or float32.
-        layers: maximum number of layers to keep.
         drafts: folder for drafts of missing Definitions; without it none are written.
 
     Raises:
@@ -411,7 +407,6 @@ def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Se
     """Decide whether to keep a change of the kernels that serve a model.
 
     Args:
-        before, after: time shares of verified kernels, each from several profiles.
         total: stock time over patched time of the whole call, from interleaved rounds.
         failed_proofs: kernels that failed on the model's own calls, each with the reason.
     """
@@ -442,12 +437,7 @@ def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Cove
 
 
 def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
-    """Return the costliest piece of stock code that a task can be made for; None if there is none left.
-
-    Args:
-        pieces: pieces of the model as it is served now.
-        tried: Definitions that an experiment on this model already decided.
-    """
+    """Return the costliest piece of stock code that a task can be made for; None if there is none left."""
     open_ = [
         piece
         for piece in pieces
@@ -458,12 +448,7 @@ def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
 
 
 def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | None:
-    """Return the reason to stop early; None to continue.
-
-    Args:
-        experiments: the experiments of this run, in order.
-        seconds_left: remaining seconds of the budget.
-    """
+    """Return the reason to stop early, by the experiments of this run in their order; None to continue."""
     if seconds_left <= 0:
         return "the budget is spent"
     quickest = min((one.seconds for one in experiments), default=0.0)
@@ -527,15 +512,8 @@ def recommend(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        gpu: slug or family; it need not be in this machine.
-        prompt: number of tokens; one decoding step follows.
-        dtype: dtype of the model.
         layers: maximum number of layers to keep, because calls repeat per layer.
         parallel: number of GPUs that share the model; the calls are those of one of them.
-        require: what must be verified of the bits of a kernel, as for :func:`~tilegym_db.patch`.
-
-    Raises:
-        UsageError: the config or an option is invalid.
     """
     required = requirements(require)
     config = of_one_gpu(load_config(path, layers), parallel)

@@ -40,11 +40,7 @@ MAX_LIST = 20_000
 
 
 def serve(allow_submit: bool) -> None:
-    """Answer on stdin and stdout until the client disconnects.
-
-    Raises:
-        MissingPackageError: the package ``mcp`` is not installed.
-    """
+    """Answer on stdin and stdout until the client disconnects."""
     make_server(allow_submit).run("stdio")
 
 

@@ -41,9 +41,10 @@ from tilegym_db.records.text import binding_key, length_prefixed_digest
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
+from tilegym_db.store.queries.loop import traces_of_source
 from tilegym_db.store.queries.measured import read_traces
-from tilegym_db.store.side_files import append, loop_lock, traces_of_source
+from tilegym_db.store.side_files import append, loop_lock
 
 LOCK_TIMEOUT_S = 1.0
 
@@ -114,23 +115,13 @@ def submit(
     """Judge a submission step by step.
 
     Args:
-        task: the task that the submission is for.
-        folder: has ``kernel.py`` and ``solution.json``. The kernel runs only in a confined worker.
         gpu: the GPU to measure on; it must be the task's, which is the default.
-        home: folder of the store.
         root: catalog root for a kernel that passes; by default that of ``add-solution``, from which no experiment removes it.
-        observer: callbacks for the progress of the measurements.
 
     Returns:
         The attempt. Its verdict is ``promoted``, ``refused`` with the gate and the reason, or ``no_gpu`` if this machine
         cannot do the last steps. A later call on another machine continues a ``no_gpu`` attempt. A verdict ``pending`` with a
         reason means that other programs disturbed the measurement; a later call repeats it.
-
-    Raises:
-        UsageError: ``folder`` is not a folder.
-        HardwareError: ``gpu`` is not the task's GPU.
-        StoreError: another process is judging a submission to this task.
-        MissingPackageError: a compiler is missing in this environment.
     """
     catalog, home = Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
@@ -267,7 +258,7 @@ def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
 
 def _stored(submission: Submission, candidate: SolutionFiles, own: Catalog, tiers: tuple[str, ...]) -> list[Trace]:
     with open_store(submission.home, catalog=own) as store:
-        ingest_journals(store)
+        ingest(store)
         task = submission.task
         uuids = [item.uuid for item in task.workloads]
         ids = traces_of_source(store, candidate.digest, task.definition_digest, task.gpu, uuids, tiers)
@@ -315,11 +306,7 @@ class AttemptRefusal:
 
 
 def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
-    """Return the Solution in a folder, or the refusal if it does not fit the task. Nothing of it runs.
-
-    Raises:
-        UsageError: ``folder`` is not a folder.
-    """
+    """Return the Solution in a folder, or the refusal if it does not fit the task. Nothing of it runs."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder. Give a folder with {' and '.join(DELIVERABLE)}.", code="folder_missing"
@@ -432,7 +419,6 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
     """Return the refusal by a workload that failed the screen, else by one at which the kernel is clearly slower than the bar.
 
     Args:
-        task: the task with its workloads and bar.
         traces: the submission's traces in tier screen or interpreter. The newest per workload counts.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
@@ -456,7 +442,9 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
         if slow:
             worst = min(slow, key=lambda item: (item.ratio, item.other))
             return AttemptRefusal(
-                "speed", _too_slow(trace, worst.other, worst.ratio, worst.ci_low, worst.ci_high, task)
+                "speed",
+                f"at {axes_key(trace.axes)}: {worst.ratio:.3f}x over {worst.other} (99% interval {worst.ci_low:.3f} to "
+                f"{worst.ci_high:.3f}), and {task.min_speedup:.2f}x is required",
             )
     return None
 
@@ -465,7 +453,6 @@ def award_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str
     """Return the refusal by the first workload without an award.
 
     Args:
-        task: the task with its workloads.
         traces: the submission's traces in the promotion tier. The newest per workload counts.
         reasons: for each trace id without an award, the reason.
     """
@@ -518,13 +505,6 @@ def _failure(trace: Trace) -> AttemptRefusal | None:
     )
 
 
-def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:
-    return (
-        f"at {axes_key(trace.axes)}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and "
-        f"{task.min_speedup:.2f}x is required"
-    )
-
-
 def _unclear(trace: Trace, task: Task) -> str:
     """Return a remark if no baseline is clearly below the bar, so that the measurement decides nothing."""
     compared = [
@@ -566,11 +546,7 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
 def leave(
     definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
 ) -> Path:
-    """Move a candidate into the user's catalog or, for the loop, into ``root``. Idempotent.
-
-    Raises:
-        ConflictError: the catalog has another Solution of that name.
-    """
+    """Move a candidate into the user's catalog or, for the loop, into ``root``. Idempotent."""
     present, mark = catalog.solution_paths.get(candidate.name), _mark(candidate.name, home)
     if root is None:
         mark.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ page has no seed and no tolerance, so that authors cannot fit a kernel to them.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,10 @@ from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.sandbox.scan.tables import RULES
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.patterns import read_patterns
+from tilegym_db.store.queries.loop import task_rows, verified_on
 from tilegym_db.store.queries.measured import read_peaks, traced_gpus
-from tilegym_db.store.side_files import append, journaled, latest, loop_lock, read_patterns, task_rows, verified_on
+from tilegym_db.store.side_files import append, journaled, latest, loop_lock
 
 MAX_WORKLOADS = 16
 MAX_PATTERNS = 8
@@ -51,19 +52,11 @@ def create_task(
     """Create a task, or return the existing one with the same content.
 
     Args:
-        definition: name of the operator.
-        language: language of the kernel.
         gpu: a slug or family, ``cpu``, or ``auto`` for the GPU of this machine. A family means the one in this machine,
             else the one with measurements.
         workload: globs over uuid, tags and axes key. By default all except those for tests; on a CPU the small ones.
-        min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: the reason for the task.
         model: digest of the model's config, for the objective ``coverage``.
-        home: folder of the store.
-
-    Raises:
-        NotFoundError: the Definition does not exist.
-        UsageError: the language or GPU is unknown, no workload or too many match, or the bar is out of range.
     """
     catalog, home = Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
@@ -95,11 +88,7 @@ def _content(
 
 
 def check_language(language: str) -> None:
-    """Raise UsageError if a language is unknown.
-
-    Raises:
-        UsageError: the message lists the known languages.
-    """
+    """Raise :class:`UsageError` if a language is unknown."""
     if language not in LANGUAGES:
         raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown")
 
@@ -138,11 +127,7 @@ def unverifiable(language: str, gpu: str, instead: str) -> str:
 
 
 def find_task(prefix: str) -> Task:
-    """Return the task whose id begins with a prefix.
-
-    Raises:
-        NotFoundError: no task or several tasks match.
-    """
+    """Return the only task whose id begins with a prefix."""
     found = {task.id: task for task in journaled(Task) if task.id.startswith(prefix)} if prefix else {}
     if not found:
         raise NotFoundError(f"no task begins with '{prefix}'. Try: tilegym-db task status", code="task_unknown")
@@ -181,7 +166,7 @@ def _workloads(
         if gpu == CPU:
             chosen = [item for item in known if fits_a_cpu(definition, item)]
     else:
-        chosen = [item for item in known if _matches(item, (asked,) if isinstance(asked, str) else asked)]
+        chosen = [item for item in known if item.matches(asked)]
     if not chosen:
         raise UsageError(
             f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads", code="workload_unmatched"
@@ -203,11 +188,6 @@ def _none_fits(definition: Definition, gpu: str, asked: str | tuple[str, ...] | 
     if asked is None and gpu == CPU:
         return f"no workload of {definition.name} is small enough for a CPU. Name one with --workload."
     return f"no workload of {definition.name} is available."
-
-
-def _matches(workload: Workload, patterns: Sequence[str]) -> bool:
-    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _size(definition: Definition, workload: Workload) -> tuple[float, str]:
@@ -321,11 +301,7 @@ SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_1
 
 
 def prompt_of(task: Task, home: Path | None = None) -> str:
-    """Return the page of a task, from the records and the journaled attempts.
-
-    Raises:
-        ConflictError: the Definition or a pattern changed since the task was made.
-    """
+    """Return the page of a task, from the records and the journaled attempts."""
     catalog = Catalog.default()
     definition = catalog.definition(task.definition)
     if definition.digest != task.definition_digest:

@@ -129,11 +129,7 @@ def audit_clock(
     """Run the Solution on contents it never saw, by this process's clock, and check every output.
 
     Args:
-        runner: the Solution under its config.
-        audit_worker: measures the cost of an empty request.
         pool: buffers of the workload; their contents are overwritten.
-        contents: draws contents that the Solution never saw.
-        performance: the claimed times.
         activities: kernels, copies and fills of ``PROFILED_CALLS`` calls; 0 if they were not counted, as on a CPU.
 
     Returns:
@@ -276,17 +272,10 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
 
 
 def affordable_calls(most: int, content_s: float, latency_us: float) -> int:
-    """Return the number of calls of the short run for which there is time to draw contents: four times as many.
+    """Return the number of calls of the short run, from 1 to ``most``, for which there is time to draw contents: four per call.
 
-    The reference of a recurrence takes a fifth of a second for a content, where a kernel takes a millisecond.
-
-    Args:
-        most: maximum number of calls, by the number of buffers.
-        content_s: seconds to draw one content with its oracle.
-        latency_us: time of a call. The shorter it is, the more calls stand out from the noise of a request.
-
-    Returns:
-        At least 1, and at most ``most``.
+    The reference of a recurrence takes a fifth of a second for a content, where a kernel takes a millisecond. The shorter a call
+    is, the more calls stand out from the noise of a request.
     """
     by_time = int(FRESH_S / content_s / 4) if content_s else most
     by_noise = math.ceil(CLEAR_US / latency_us) if latency_us else most
@@ -294,21 +283,11 @@ def affordable_calls(most: int, content_s: float, latency_us: float) -> int:
 
 
 def hidden_calls(most: int, launches: float, host_us: float, longest_us: float = BUSY_US[-1]) -> int:
-    """Return the number of calls of the short run.
+    """Return the number of calls of the short run, from 1 to ``most``, so that all launches fit into the busy time.
 
-    The launches of the long run, three times as many, must fit into the busy time.
-
-    A call of many launches fills the device's queue, and further launches then wait. A call with a long host time outlasts
-    the busy time. Either would count as time of the calls. Three calls of 300 launches each fill the queue.
-
-    Args:
-        most: maximum number of calls, by the number of buffers.
-        launches: launches per call; 0 if they were not counted.
-        host_us: host time to launch one call, in microseconds; 0 if it does not matter.
-        longest_us: maximum busy time of the device, in microseconds.
-
-    Returns:
-        At least 1, which still gives a slope (one call and three). The host's time alone reduces it to 4 at least.
+    The long run launches three times as many. A call of many launches fills the device's queue, and further launches then wait. A
+    call with a long host time outlasts the busy time. Either would count as time of the calls. The host's time alone reduces the
+    number to 4 at least. A ``launches`` or ``host_us`` of 0 sets no limit.
     """
     by_queue = int(MAX_QUEUED / (3 * launches)) if launches else most
     by_time = int((longest_us - 100.0) / 1.5 / (3 * host_us)) if host_us else most
@@ -426,11 +405,6 @@ def check_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
     """Check that a tile Solution does its own work, on the stream it was called on.
 
     Memsets (an output, a workspace) are not counted. A ``python`` Solution may launch all kernels that PyTorch launches.
-
-    Args:
-        solution: its language is checked.
-        sources: path -> bytes.
-        used: all activities of the calls on the device.
     """
     kernels = tuple(dict.fromkeys(use.name[:_MAX_NAME_LENGTH] for use in used))[:_MAX_NAMES]
     total_us, activities = sum(use.us for use in used), sum(use.count for use in used)

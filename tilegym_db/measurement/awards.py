@@ -22,7 +22,8 @@ from tilegym_db.records.verdicts import MIN_SPEEDUP, PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.sandbox.confine import MINIMAL_VERSION, Sandbox, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.connection import Store
-from tilegym_db.store.side_files import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
+from tilegym_db.store.queries.loop import award_rows, cited_traces, verified_baselines
+from tilegym_db.store.side_files import append, journaled, loop_lock
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")
@@ -46,10 +47,8 @@ def claim_of(
     """Return the award that a trace claims, or the reason why it earns nothing.
 
     Args:
-        trace: a trace of any tier and status.
         verified: the baselines that are verified on its workload and GPU. If a fast one took no part in the rounds, the
             claim is refused until both are measured together.
-        min_speedup: minimum of the lower end of the interval.
         is_shipped: true if the package ships its source; used only if the worker was not confined.
     """
     if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
@@ -83,12 +82,6 @@ def record_awards(
     store: Store, traces: Collection[Trace], home: Path, min_speedup: float = MIN_SPEEDUP
 ) -> tuple[list[Award], dict[str, str]]:
     """Write an Award for every trace that earns one and whose source has none yet.
-
-    Args:
-        store: the store that contains the traces.
-        traces: those of one run.
-        home: folder of the journals.
-        min_speedup: a minimum above :data:`MIN_SPEEDUP`.
 
     Returns:
         The awards of these traces, including earlier ones; and the reason for each trace of a kernel without one.
@@ -185,11 +178,7 @@ def may_lack_confinement() -> bool:
 
 
 def require_sandbox(machine: Machine) -> None:
-    """Check that workers for this device can be confined as verification requires.
-
-    Raises:
-        HardwareError: they cannot; the message states what the kernel refused.
-    """
+    """Raise :class:`HardwareError` if workers for this device cannot be confined as verification requires."""
     sandbox = best_level(machine.device)
     if sandbox.level < MIN_SANDBOX_LEVEL:
         raise _too_weak(sandbox, "")
@@ -197,10 +186,6 @@ def require_sandbox(machine: Machine) -> None:
 
 def unverifiable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
     """Return the Solutions that may not be verified on this machine, with reasons; None if workers are confined.
-
-    Args:
-        machine: the machine to measure on.
-        names: Definitions or Solutions to verify; empty means all.
 
     Raises:
         HardwareError: they may not be verified; the message states what the kernel of this machine refused.

@@ -247,7 +247,7 @@ def _run(
         tuned, all_likely = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
         whole = {setup.catalog.definition(name).digest for name in spread}
     likely_fastest = current_best_alone(all_likely, whole, options.names, setup.catalog)
-    excluded = {key: _screen_failure(status) for key, status in failed.items()}
+    excluded = {key: f"did not pass the screen: {status}" for key, status in failed.items()}
     refused = limits or {} if policy is PROMOTION else {}
     plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)
     observer.planned(plan, machine)
@@ -272,10 +272,6 @@ def _run(
             found = disagreements(store, machine.gpu, passed) if passed else []
             report.notes += [f"a pass does not count ({one.code}): {one.reason}" for one in found]
     return report
-
-
-def _screen_failure(status: str) -> str:
-    return f"did not pass the screen: {status}"
 
 
 def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:
@@ -385,12 +381,7 @@ class TwoClocks:
 
 
 def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
-    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI.
-
-    Args:
-        traces: those of one run.
-        peaks: those of the device that was measured; its launch must have been timed by the same clock.
-    """
+    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI."""
     compared = agree = 0
     for trace in traces:
         measured, audit = trace.performance, trace.audit

@@ -134,12 +134,6 @@ def kernel_rounds(
 
     Nothing is stored. The check is that of ``bench`` at the workload's own shape, without fuzz cases: enough to go on, not to
     trust the kernel. Changes are those of the kernel and of shared code that it imports. Close the iterator to end the workers.
-
-    Raises:
-        HardwareError: the GPU or the target is unknown, or the GPU is not in this machine.
-        NotFoundError: the Definition is unknown.
-        RecordError: the reference of the Definition does not return.
-        UsageError: the path, the sizes or the dtypes are wrong, or the Definition has no Workload and no ``axes`` are given.
     """
     with DevSession(options, catalog) as session:
         yield session.round()
@@ -442,9 +436,6 @@ def choose_workload(
     """Return the smallest Workload tagged ``tiny`` that the Solution declares to support, or one of the given sizes and dtypes.
 
     Without a tiny Workload the smallest one is used. Sizes, dtypes and scalars that are not given come from the smallest one.
-
-    Raises:
-        UsageError: the sizes or dtypes do not fit the Definition, or it has no Workload and some are not given.
     """
     tiny = [workload for workload in workloads if TINY in workload.tags] or list(workloads)
     ordered = sorted(tiny, key=lambda workload: _elements(definition, workload))

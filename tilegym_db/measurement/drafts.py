@@ -39,18 +39,7 @@ class Draft:
 def catalog_with_drafts(
     places: Sequence[str | Path], catalog: Catalog, definition: str | None = None
 ) -> Iterator[tuple[list[Draft], Catalog]]:
-    """Yield the drafts, and a catalog that contains them while the block runs.
-
-    Args:
-        places: files and folders, as :func:`tilegym_db.verification.add.read_draft` takes them.
-        catalog: has their Definitions.
-        definition: the operator of ``.py`` files; their language follows from their imports.
-
-    Raises:
-        NotFoundError: the Definition is unknown.
-        RecordError: a draft is invalid, or does not fit its Definition.
-        UsageError: a file is missing or of another kind, a ``.py`` file has no ``definition``, or two drafts have one name.
-    """
+    """Yield the drafts, and a catalog that contains them while the block runs."""
     drafts: list[Draft] = []
     with scratch_folder() as root:
         for place in map(Path, places):

@@ -65,12 +65,7 @@ class LocalExecutor:
     """Executor for one device of this machine.
 
     Args:
-        context: run id, machine and secret seed.
         folder: scratch folder of the run; each worker gets a folder below it.
-        budget: how long to time.
-        policy: requirements of the tier.
-        emit: called with every trace as soon as it exists.
-        starting: called with a short description of the next step.
         peaks: measured peaks of this device. None if unknown; then times have no speed of light and no physics floor.
         after_timing: called after each workload with the workload and its candidates; their rounds are the raw times.
         capacity: how much runs at a time; by default what this machine has room for.
@@ -189,9 +184,6 @@ class LocalExecutor:
         """Return a runner for this machine, not started yet. It is broken if the static scan refuses its source.
 
         Args:
-            solution: the source.
-            config: a value per tunable; empty for the source's own defaults.
-            interpret: run it in the interpreter of its language.
             profiled: if true, its time can be audited.
         """
         machine = self.context.machine
@@ -236,9 +228,6 @@ def verify_batch(
 
     Runners wait for compilers most of the time. There are never more of them at once than cores, so that they do not exceed
     each other's timeouts. When most are done, free cores start helpers for the others.
-
-    Raises:
-        HardwareError: a worker was lost, and the device does not work anymore.
     """
     open_runs = [workload_run for workload_run in workload_runs if _is_open(workload_run)]
     asked, compared = one_task_each(_tasks_of(workload_runs, asked=True), _tasks_of(open_runs, asked=False))

@@ -56,11 +56,7 @@ class GpuChoice:
 
 
 def parse_gpus(text: str) -> GpuChoice:
-    """Parse ``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them).
-
-    Raises:
-        UsageError: the text is malformed, or names a GPU twice.
-    """
+    """Parse ``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them); refuse others."""
     words = [word.strip() for word in text.strip().lower().rstrip(",").split(",")]
     option = f"--gpus {text}"
     if words == ["all"]:
@@ -118,10 +114,6 @@ def parse_devices(devices: DevicesLike) -> Devices:
         devices: ``auto`` (the GPU of this machine if it has one, else its CPU), ``cpu``, a GPU slug or family such as ``h200``,
             ``all`` GPUs of this host, the index of one or a list of indices, ``ray`` or ``ray:HOST:PORT`` for the devices of
             a Ray cluster, or a :class:`Devices`.
-
-    Raises:
-        UsageError: the argument has none of these forms, or names a GPU twice.
-        HardwareError: the name of the GPU is unknown.
     """
     if isinstance(devices, Devices):
         return devices
@@ -153,9 +145,6 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
     """Return the requested GPUs among the ``found`` ones; ``gpu`` is the value of ``--gpu``.
 
     All are of one kind, as a plan is.
-
-    Raises:
-        HardwareError: there are too few GPUs, a requested one is missing, or they are of several kinds.
     """
     here = ", ".join(f"{device.index}: {device.gpu_name}" for device in found)
     meant = [
@@ -221,11 +210,7 @@ def cpu_slots(count: int) -> list[MeasuringDevice]:
 
 
 def devices_of(devices: Devices) -> list[MeasuringDevice]:
-    """Return the devices of this host that have a process each; an empty list if this process measures one itself.
-
-    Raises:
-        HardwareError: as :func:`choose_gpus`.
-    """
+    """Return the devices of this host that have a process each; an empty list if this process measures one itself."""
     if devices.gpus is None:
         return []
     if isinstance(devices.gpus, GpuChoice):
@@ -272,9 +257,6 @@ def parse_executor(text: str) -> str:
 
     ``ray`` is the cluster in ``RAY_ADDRESS``, else the one on this machine. ``ray:HOST:PORT`` names one, and
     ``ray://HOST:PORT`` does so through Ray's client.
-
-    Raises:
-        UsageError: the text is malformed.
     """
     if text == RAY:
         return os.environ.get(ADDRESS_VARIABLE) or AUTO
@@ -294,11 +276,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def max_devices(gpus: GpuChoice | None) -> int | None:
-    """Return the maximum number of devices of a cluster that are requested; None for all.
-
-    Raises:
-        UsageError: the request names GPUs by index, which exists only on a host.
-    """
+    """Return the maximum number of devices of a cluster that are requested, None for all. Only a host has GPUs by index."""
     if gpus is None:
         return None
     if gpus.indices is not None:
@@ -320,11 +298,7 @@ def require_ray() -> None:
 
 @contextlib.contextmanager
 def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
-    """Connect this process to the cluster as a driver while the block runs; keep an existing connection.
-
-    Raises:
-        HardwareError: no cluster answers at the address, or it refuses this driver.
-    """
+    """Connect this process to the cluster as a driver while the block runs; keep an existing connection."""
     require_ray()
     import ray
 
@@ -459,12 +433,7 @@ def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | N
     """Return the device that ``--gpu`` names.
 
     Args:
-        asked: ``auto`` (the GPU if there is one, else the CPU), ``cpu``, or a GPU slug or family.
-        index: which CUDA device.
         find: returns the GPU of an index, or None; asks PyTorch by default.
-
-    Raises:
-        HardwareError: the requested GPU is unknown, or is not the one that the driver reports.
     """
     found = None if asked.strip().lower() == CPU else (find or _cuda_machine)(index)
     wanted = None if asked == "auto" else parse_gpu(asked, () if found is None else (found.gpu,))
@@ -485,11 +454,7 @@ _NO_GPU = (
 
 
 def devices_of_options(gpu: str, gpus: str | None = None, executor: str | None = None) -> Devices:
-    """Return the devices that the options ``--gpu``, ``--gpus`` and ``--executor`` name, after :func:`refuse_absent`.
-
-    Raises:
-        HardwareError, UsageError, MissingPackageError: as :func:`refuse_absent`, or ``gpus`` is malformed.
-    """
+    """Return the devices that the options ``--gpu``, ``--gpus`` and ``--executor`` name, after :func:`refuse_absent`."""
     devices = Devices(gpu, None if gpus is None else parse_gpus(gpus), executor)
     refuse_absent(devices)
     return devices
@@ -518,11 +483,6 @@ def refuse_absent(devices: Devices) -> None:
 
     Success proves nothing more: only :func:`select_machine` knows if PyTorch can use the GPU. For a cluster, only checks that
     need no connection are made.
-
-    Raises:
-        HardwareError: as :func:`select_machine`.
-        UsageError: the executor is malformed, or the request names GPUs of a cluster by index.
-        MissingPackageError: the executor needs a package that is not installed.
     """
     asked, gpus = devices.gpu, devices.gpus if isinstance(devices.gpus, GpuChoice) else None
     if devices.executor is not None and names_cluster(devices.executor):
@@ -593,11 +553,7 @@ def _cuda_machine(index: int) -> Machine | None:
 
 
 def require_healthy(machine: Machine) -> None:
-    """Run a kernel with a known result on the GPU, to be called after a worker was lost.
-
-    Raises:
-        HardwareError: the device does not answer, or its result is wrong; later measurements could not be trusted.
-    """
+    """Run a kernel with a known result on the GPU, after a worker was lost; raise if it fails, as later times would be wrong."""
     import torch
 
     if not machine.is_gpu:
@@ -683,6 +639,11 @@ class Missing:
         }
         lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
         return cls(languages, {name: f"needs {text}" for name, text in lacking.items() if text is not None})
+
+    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
+        """Return the reason why a Solution cannot run here, or None."""
+        language = self.languages.get(solution.record.spec.language) if its_language else None
+        return language or self.solutions.get(solution.name)
 
 
 @dataclass(frozen=True)

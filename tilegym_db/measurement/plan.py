@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 import time
@@ -17,7 +16,7 @@ from tilegym_db.backends.toolchains import interpreted_here
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.drafts import Draft
-from tilegym_db.measurement.machine import Machine
+from tilegym_db.measurement.machine import Machine, Missing
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.loop import Award
@@ -177,53 +176,32 @@ QUICK_WORKLOADS = 2
 ALREADY_MEASURED = "already measured (--force repeats it)"
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    """Missing requirements on this machine, by language, and by Solution for packages that it declares."""
-
-    languages: Mapping[str, str]
-    solutions: Mapping[str, str]
-
-    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
-        """Return the reason why a Solution cannot run here, or None."""
-        language = self.languages.get(solution.record.spec.language) if its_language else None
-        return language or self.solutions.get(solution.name)
-
-
 def make_plan(
     catalog: Catalog,
     machine: Machine,
     options: Options,
     done: Collection[DoneKey],
-    unusable: Mapping[str, str] | None = None,
+    lacks: Missing | None = None,
     excluded: Mapping[DoneKey, str] | None = None,
     tuned: Mapping[PairKey, Config] | None = None,
     likely_fastest: LikelyFastest | None = None,
-    unmet: Mapping[str, str] | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
 
     Args:
-        machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
-        options: names (of Definitions or Solutions), language, workload glob, quick, force.
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
-        unusable: language -> what is missing for it here, and the command that installs it.
+        lacks: what cannot be used here, with the command that installs it; by default nothing is missing.
         excluded: reasons for pairs that must not run, with keys as in ``done``.
         tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
         likely_fastest: verified Solutions that may be the fastest on this GPU. They are always measured again with new
             candidates, because times of different runs are not comparable. A screen does not change the ranking, so it only
             measures the current best again; a quick run measures none of them.
-        unmet: name of a Solution -> a declared package that is missing here, and the command that installs it.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: the language is unknown, a glob matches no workload, or there is nothing to run.
     """
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(
             f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
         )
-    lacks = Unavailable(unusable or {}, unmet or {})
+    lacks = lacks or Missing({}, {})
     planner = _Planner(catalog, machine, options, lacks, done, excluded or {}, tuned or {}, likely_fastest or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
@@ -256,9 +234,7 @@ def current_best_alone(
     A run of a whole Definition measures all that may be the fastest, because it changes their ranking.
 
     Args:
-        likely_fastest: as :func:`make_plan` takes it.
         whole: digests of Definitions whose times of other runs cannot be compared; all of theirs stay.
-        names: those that the user asked for.
     """
     if not names or any(name in catalog.definitions for name in names):
         return likely_fastest
@@ -274,7 +250,7 @@ def refuse_unmatched(names: Collection[str], workload: str | None, catalog: Cata
         return
     solutions = catalog.solutions_among([name for name in names if name not in catalog.definition_paths])
     definitions = [solutions[name].record.definition if name in solutions else name for name in names]
-    if not any(_matches(found, workload) for name in definitions for found in catalog.workloads_for(name)):
+    if not any(found.matches(workload) for name in definitions for found in catalog.workloads_for(name)):
         raise _unmatched(workload, definitions[0])
 
 
@@ -332,7 +308,7 @@ class _Planner:
     catalog: Catalog
     machine: Machine
     options: Options
-    lacks: Unavailable
+    lacks: Missing
     done: Collection[DoneKey]
     excluded: Mapping[DoneKey, str]
     tuned: Mapping[PairKey, Config]
@@ -354,7 +330,7 @@ class _Planner:
     def _workloads(self, definition: Definition) -> list[Workload]:
         chosen, machine, asked = [], self.machine, self.options.workload
         for workload in self.catalog.workloads_for(definition.name):
-            if asked is not None and not _matches(workload, asked):
+            if asked is not None and not workload.matches(asked):
                 continue
             if not machine.is_gpu and asked is None and not fits_a_cpu(definition, workload):
                 reason: str | None = "too large for a CPU (name it with --workload to run it anyway)"
@@ -458,11 +434,7 @@ unusual ids or lengths, and the call that is verified in turn with them."""
 
 
 def why_too_large(definition: Definition, workload: Workload, memory_bytes: int) -> str | None:
-    """Return why a Workload cannot be measured in the memory of a GPU; None if it may fit, or the memory is not known.
-
-    Args:
-        memory_bytes: memory of the GPU; 0 if it is not known.
-    """
+    """Return why a Workload cannot be measured in the memory of a GPU; None if it may fit, or the memory is not known (0)."""
     axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
 
     def elements(name: str) -> int:
@@ -490,12 +462,6 @@ def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
     for kind in kinds:
         chosen += [workload for workload in workloads if kind in workload.tags][: QUICK_WORKLOADS // 2]
     return chosen or list(workloads[:QUICK_WORKLOADS])
-
-
-def _matches(workload: Workload, asked: str | tuple[str, ...]) -> bool:
-    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    patterns = (asked,) if isinstance(asked, str) else asked
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:

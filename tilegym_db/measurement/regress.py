@@ -61,14 +61,8 @@ def regress(
 
     Args:
         against: a run of the store, or a git revision of the catalog.
-        names: Definitions or Solutions; empty means all.
-        devices: as for :func:`tilegym_db.bench`; both versions and the control are always on one of them.
-        workload: glob over uuid, tags and axes key.
-        quick: few workloads and few samples.
+        devices: as for :func:`tilegym_db.bench`, like the other arguments; both versions and the control are on one of them.
         bars: thresholds of a change; by default those of the device.
-        catalog: today's records.
-        store_home: folder of the store, which is searched first for ``against``.
-        observer: callbacks for progress.
 
     Raises:
         HardwareError: the requested GPU is not the one in this machine.
@@ -402,14 +396,7 @@ def void_reason(control: Control, bars: Bars) -> str | None:
 
 
 def compare_versions(old: Sequence[float], new: Sequence[float], control: Control, bars: Bars) -> Change:
-    """Compare the two versions of one Solution on one Workload.
-
-    Args:
-        old: block medians of the old version, one per round, in microseconds.
-        new: those of the new version, in the same rounds.
-        control: the control in the same rounds.
-        bars: thresholds of a change.
-    """
+    """Compare two versions of one Solution on one Workload, by the block medians in microseconds of the same rounds."""
     ratio = paired_ratio(new, old)
     old_us, new_us = median(old), median(new)
     change = 1 / ratio.median - 1
@@ -454,11 +441,7 @@ class Pairs:
 
 
 def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
-    """Return the pairs of Solutions that changed since a git revision.
-
-    Raises:
-        NotFoundError: no catalog of the chosen Solutions has the revision.
-    """
+    """Return the pairs of Solutions that changed since a git revision, which the catalog of one of them must have."""
     history_of, pairs, unknown = cache(SourceHistory), Pairs(), []
     for solution in chosen:
         try:
@@ -487,11 +470,7 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
 
 
 def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[SolutionFiles]) -> Pairs:
-    """Return the pairs of Solutions that changed since a run. ``measured`` are the Solutions of the run (name -> digest).
-
-    Raises:
-        NotFoundError: the run measured none of the chosen Solutions.
-    """
+    """Return the pairs of Solutions that changed since a run. ``measured`` are the Solutions of the run (name -> digest)."""
     history_of, pairs = cache(SourceHistory), Pairs()
     concerned = [solution for solution in chosen if solution.name in measured]
     if not concerned:
@@ -543,11 +522,7 @@ class SourceHistory:
     """The git repository of one root of the catalog."""
 
     def __init__(self, root: Path) -> None:
-        """Open the repository. ``root`` contains ``solutions/``; it may be any folder of the repository.
-
-        Raises:
-            UsageError: git is not installed, or the folder is not in a repository.
-        """
+        """Open the repository. ``root`` contains ``solutions/``; it may be any folder of the repository."""
         self.root = root
         answer = self._run("rev-parse", "--git-dir")
         if answer.returncode != 0:
@@ -560,11 +535,7 @@ class SourceHistory:
         return None if found is None else found.decode().strip()
 
     def at(self, commit: str, solution: SolutionFiles) -> Version | None:
-        """Return the version in a commit, or None if the commit has no Solution with that name and Definition.
-
-        Raises:
-            RecordError: today's package cannot read that version.
-        """
+        """Return the version in a commit, or None if the commit has no Solution with that name and Definition."""
         for place, name in _places(solution):
             text = self._blob(commit, f"{place}/{name}")
             if text is None:

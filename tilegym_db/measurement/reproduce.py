@@ -54,21 +54,10 @@ def reproduce(
     """Verify one case of one Solution in a separate worker, with every gate on outputs.
 
     Args:
-        axes: size of every variable axis.
-        dtypes: dtype variable -> dtype.
-        scalars: input name -> number.
         layouts: tensor -> layout as Workloads spell it; a tensor not named is contiguous.
         contents: the distribution of the inputs; with the suffix ``:typical``, ids and lengths are spread as in most models,
             and with the name of another distribution as in that one.
-        seed: seed of the inputs. The same seed gives other numbers on another kind of device.
         offset: number of elements by which every tensor is moved off its alignment.
-        config: a value per tunable.
-        gpu: as for :func:`tilegym_db.bench`.
-
-    Raises:
-        NotFoundError: no such Solution.
-        RecordError: the case does not fit the Definition, or its reference does not return.
-        UsageError: the contents or a tensor are unknown.
     """
     records = catalog or Catalog.default()
     files = records.solution(solution)

@@ -42,7 +42,7 @@ from tilegym_db.records.trace import (
 from tilegym_db.records.verdicts import Tier
 from tilegym_db.records.workload import Case
 from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.filling import ingest_journals
+from tilegym_db.store.filling import ingest
 from tilegym_db.store.side_files import save_peaks
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases
@@ -74,22 +74,14 @@ class RunSetup:
 
     @classmethod
     def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-        """Return the setup for the arguments of a public function.
-
-        Raises:
-            HardwareError: the requested GPU is not the one in this machine.
-        """
+        """Return the setup for the arguments of a public function."""
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
-        """Yield the store after ingesting the journals. No worker may run while it is open.
-
-        Raises:
-            StoreError: the store cannot be used.
-        """
+        """Yield the store after ingesting the journals. No worker may run while it is open."""
         with open_store(self.home, catalog=self.catalog) as store:
-            ingest_journals(store)
+            ingest(store)
             yield store
 
     def ingest(self) -> None:
@@ -116,10 +108,8 @@ class RunSetup:
                 Definition is left out.
         """
         lacks = self._missing(options.names)
-        unmet = {**lacks.solutions, **(refused or {})}
-        plan = make_plan(
-            self.catalog, self.machine, options, done, lacks.languages, excluded, tuned, likely_fastest, unmet
-        )
+        lacks = replace(lacks, solutions={**lacks.solutions, **(refused or {})})
+        plan = make_plan(self.catalog, self.machine, options, done, lacks, excluded, tuned, likely_fastest)
         return self._without_failing_references(plan, named=bool(options.names))
 
     def _missing(self, names: Sequence[str]) -> Missing:
@@ -158,10 +148,6 @@ def open_run(
 
     There are no supervisors if this process measures itself. With some, the machine is the first device, as all are of one kind.
     ``waiting`` is called with a description of a wait.
-
-    Raises:
-        HardwareError, UsageError: the devices or the cluster do not exist.
-        MissingPackageError: a cluster needs a package that is not installed.
     """
     opened: AbstractContextManager[DevicePool]
     if devices.executor is not None and names_cluster(devices.executor):

@@ -81,12 +81,7 @@ class Runner:
         """Return the reason why the Solution's declared limits exclude this workload, or None."""
         # On a CPU, tile languages run in their interpreters, for any targets.
         target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
-        return self.solution.record.unsupported(
-            self.definition.bind_axes(workload.axes),
-            self.definition.bind_dtypes(workload.dtypes),
-            workload.layout_classes(self.definition),
-            target=target,
-        )
+        return self.solution.record.unsupported_at(self.definition, workload, target)
 
     # -- timing -------------------------------------------------------------------------------------------------------
 
@@ -218,12 +213,7 @@ class Waits(NamedTuple):
 def why_too_busy(waits: Mapping[str, Waits], most: float, load: float) -> str | None:
     """Return the reason why the times of runners on a CPU decide nothing, or None.
 
-    Times are compared with each other, so the runner that waited longest decides for all.
-
-    Args:
-        waits: by name of the runner.
-        most: maximum share of waiting in the time.
-        load: number of threads on this machine that ran or were ready, for the reason.
+    Times are compared with each other, so the runner that waited longest decides for all. ``load`` is for the reason.
     """
     shares = {name: found.waited_us / found.wall_us for name, found in waits.items() if found.wall_us > 0}
     name = max(shares, key=lambda one: shares[one], default="")
@@ -265,11 +255,7 @@ class BufferPool:
     """Shared buffers whose slots hold the content sets of a workload in turn. Close it after every runner has detached."""
 
     def __init__(self, definition: Definition, contents: Sequence[OracleCase], device: str, buffer_bytes: int) -> None:
-        """Allocate as many slots as fit in ``buffer_bytes``, within limits, and fill them.
-
-        Raises:
-            StoreError: there is too little memory.
-        """
+        """Allocate as many slots as fit in ``buffer_bytes``, within limits, and fill them."""
         self.definition = definition
         self.contents = contents
         plan = plan_slot(definition, contents[0].case)
@@ -408,14 +394,7 @@ class WallRun:
 
 
 def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
-    """Return the least microseconds of one call of a run on a CPU if nothing else had kept its threads waiting.
-
-    Args:
-        run: all calls together.
-        null_us: the time of an empty request.
-        calls: the number of calls.
-        processors: the maximum number of processors that worked on one call.
-    """
+    """Return the least microseconds of one call of a run on a CPU if nothing else had kept its threads waiting."""
     return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
 
 

@@ -48,11 +48,7 @@ class WorkloadTiming:
     """Timing and conclusion of the workloads of a run, one after the other, on a quiet device.
 
     Args:
-        context: run id, machine and secret seed.
-        budget: how long to time.
-        emit: called with every trace as soon as it exists.
         after_timing: called after each workload with the workload and its candidates; their rounds are the raw times.
-        peaks: measured peaks of this device; None if unknown.
         audit_worker: measures the cost of an empty request; None if the tier has no audits.
     """
 
@@ -348,13 +344,6 @@ def check_time(
 
     The share is of the stated peaks of the GPU model, so that figures of all machines are of one scale. A GPU without stated
     peaks has those of its calibration. A Definition without a cost has no speed of light; its performance is returned unchanged.
-
-    Args:
-        performance: as the interleaved timing measured it.
-        definition: states the work that every implementation must do.
-        solution: the one that was timed.
-        workload: sizes and dtypes.
-        peaks: those of the GPU that it was measured on.
     """
     light = speed_of_light(
         definition,

@@ -145,9 +145,6 @@ def time_interleaved(
     paired. The output checks of its blocks still count.
 
     Args:
-        candidates: each has entered the pool, or has a failure.
-        pool: the buffers in which all of them are timed.
-        budget: limits of the measurement.
         seed: secret of this run; it decides all orders, and which blocks are checked.
         clocks: samples the clocks of the device; without it they are unknown.
     """
@@ -341,11 +338,7 @@ def _rank(count: int) -> int:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Return the median with its 99% interval; with fewer than eight samples the interval is their whole range.
-
-    Raises:
-        ValueError: no samples.
-    """
+    """Return the median with its 99% interval; with fewer than eight samples the interval is their whole range."""
     if not samples:
         raise ValueError("a median needs at least one sample")
     ordered = sorted(samples)
@@ -356,9 +349,7 @@ def median_interval(samples: Sequence[float]) -> Interval:
 def paired_ratio(this: Sequence[float], other: Sequence[float]) -> Interval:
     """Return ``other / this`` over interleaved rounds (above 1: ``this`` is faster), with its 99% interval.
 
-    Args:
-        this: one time per round.
-        other: the other's time in the same rounds; pairing cancels common drift.
+    Both have one time per round, and pairing cancels common drift.
     """
     logs = median_interval([math.log(b / a) for a, b in zip(this, other, strict=True)])
     return Interval(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))
@@ -367,15 +358,8 @@ def paired_ratio(this: Sequence[float], other: Sequence[float]) -> Interval:
 def verdict_of(ratio: Interval, noise: float = 0.0) -> Verdict:
     """Return ``faster`` or ``slower`` if the whole interval of a ratio is beyond the noise, else ``tie``.
 
-    At a tie, the current holder of the place keeps it. The verdict of the reversed ratio is the reverse.
-
-    Args:
-        ratio: ``other / this`` with its interval, as :func:`paired_ratio` returns it; above 1, this is faster.
-        noise: relative differences up to this are ignored, even if they are certain. It covers errors that pairing does not
-            cancel: 0.02 if a kernel replaces stock code, more in a session whose control kernels moved.
-
-    Raises:
-        ValueError: ``noise`` is negative.
+    At a tie, the current holder of the place keeps it. The verdict of the reversed ratio is the reverse. ``noise`` covers errors
+    that pairing does not cancel: 0.02 if a kernel replaces stock code, more in a session whose control kernels moved.
     """
     if noise < 0:
         raise ValueError(f"noise is a relative difference >= 0, not {noise}")

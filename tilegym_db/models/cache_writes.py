@@ -34,11 +34,7 @@ class Writes:
     """
 
     def __init__(self, site: CallSite | None = None) -> None:
-        """Begin outside of a step.
-
-        Args:
-            site: asks for a kernel that writes keys and values; None for stock code alone.
-        """
+        """Begin outside of a step. ``site`` asks for a kernel that writes keys and values; None for stock code alone."""
         self.is_open = False
         self._site = site
         self._uncounted: dict[int, Any] = {}

@@ -175,12 +175,7 @@ class CallSite:
         return True
 
     def ask(self, training: bool, *inputs: Any) -> Any:
-        """Return the outputs of a kernel, or None if none ran. Ask only if :meth:`falls_back` returned False.
-
-        Args:
-            training: the module's flag.
-            inputs: in the Definition's shapes and order.
-        """
+        """Return the outputs of a kernel, or None if none ran. Ask only if :meth:`falls_back` returned False."""
         if not training and not (_grad_enabled() and any(map(_requires_grad, inputs))):
             outputs = self.serve(*inputs)
             if outputs is None:

@@ -162,7 +162,6 @@ def replacements(
     """Return the functions for a forward in place of the original ones, and the rewrites for those that are attributes.
 
     Args:
-        calls: the groups and their call sites.
         make: ``make(found, site, stock, function)`` returns the function that asks for a kernel, and otherwise calls ``stock``,
             whose code in PyTorch is ``function``.
         of_any_module: True if the functions need not be of the same module of Python as the forward.

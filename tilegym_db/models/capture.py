@@ -56,14 +56,9 @@ def captured_calls(
     """Run the model on stock code and return for each site the calls that ask for a kernel.
 
     Args:
-        model: patched, in eval mode.
-        sites: the call sites of the patch.
         inputs: the inputs of the first batch; random token ids by default. The second batch has other random ids of the same
             sizes, if the inputs have ``input_ids`` and the model states its vocabulary. A model that generates decodes two
             positions of each batch.
-
-    Raises:
-        UsageError: the model is in training mode, has no vocabulary to draw random token ids from, or does not run.
     """
     if model.training:
         raise UsageError(
@@ -99,11 +94,7 @@ def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: i
 
 
 def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tensor:
-    """Draw token ids [batch, tokens], the same at every call, on the device of the model's first parameter.
-
-    Raises:
-        UsageError: the model's config states no ``vocab_size``.
-    """
+    """Draw token ids [batch, tokens], the same at every call, on the device of the model's first parameter."""
     size = _vocabulary(model)
     if size is None:
         raise UsageError(
@@ -116,11 +107,7 @@ def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tens
 
 
 def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
-    """Draw the inputs of a model that takes tokens, pixels, the features of audio or its samples, by its main input.
-
-    Raises:
-        UsageError: the config states no sizes of the main input.
-    """
+    """Draw the inputs of a model that takes tokens, pixels, the features of audio or its samples, by its main input."""
     main = getattr(model, "main_input_name", "input_ids")
     if main not in INPUT_SIZES:
         return {"input_ids": random_prompt(model, batch, tokens)}
@@ -150,11 +137,7 @@ def _encodes_both(model: Any) -> bool:
 
 
 def typical_inputs(model: Any, batch: int, tokens: int) -> ModelInputs:
-    """Return :func:`random_prompt` for a model that takes tokens, and :func:`random_inputs` for any other.
-
-    Raises:
-        UsageError: the config states no vocabulary, or no sizes of the main input.
-    """
+    """Return :func:`random_prompt` for a model that takes tokens, and :func:`random_inputs` for any other."""
     drawn = random_inputs(model, batch, tokens)
     return drawn["input_ids"] if drawn.keys() == {"input_ids"} else drawn
 
@@ -203,11 +186,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a model's arguments for one run, because a run may change them, for example a cache of keys and values.
-
-    Raises:
-        UsageError: an argument cannot be copied, for example a tensor that is the result of differentiable operations.
-    """
+    """Copy a model's arguments for one run, because a run may change them, for example a cache of keys and values."""
     copies = {}
     for name, value in given.items():
         try:
@@ -297,11 +276,7 @@ def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
 
 
 def run_model(model: Any, shared: Mapping[str, Any]) -> None:
-    """Run a model once on copies of its arguments; a model that generates also decodes two positions.
-
-    Raises:
-        UsageError: the model does not run on them.
-    """
+    """Run a model once on copies of its arguments; a model that generates also decodes two positions."""
     given = own_inputs(shared)
     try:
         with torch.no_grad():
@@ -433,12 +408,7 @@ def with_few_layers(config: Any, layers: int, build: Build) -> Any:
     new kind if the config class allows nothing else.
 
     Args:
-        config: a config of transformers; it does not change.
-        layers: number of layers to keep in each stack of layers.
         build: returns the model of a config without memory, or None if it cannot be built.
-
-    Raises:
-        UsageError: the model has fewer layers.
     """
     model = build(config)
     if model is None:
@@ -482,9 +452,6 @@ def of_one_gpu(config: Any, parallel: int) -> Any:
     """Return the config of the part of a tensor-parallel model that one of ``parallel`` GPUs computes.
 
     Heads and intermediate sizes are shared. The hidden size, the vocabulary and the experts are whole.
-
-    Raises:
-        UsageError: a shared size is no multiple of ``parallel``.
     """
     if parallel == 1:
         return config

@@ -127,7 +127,6 @@ class Decoding:
         """Capture nothing yet.
 
         Args:
-            model: of transformers.
             capture: makes a graph of a forward; by default a CUDA graph.
             replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
             writes: the call site of writes into a cache; None if stock code writes.
@@ -572,10 +571,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     """Return the reason for a generation to run without graphs; empty if it may use them.
 
     Args:
-        model: of transformers.
-        config: of this generation, as transformers prepared it.
         kwargs: arguments of the model, with the cache that transformers made.
-        mode: of generation.
     """
     from transformers import DynamicCache, EncoderDecoderCache
 

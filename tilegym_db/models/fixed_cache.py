@@ -123,7 +123,6 @@ class FixedCache:
         """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them.
 
         Args:
-            dynamic: the cache of transformers, of the same kinds of layers.
             encoded: the encoder's outputs, for a model with an encoder.
         """
         tokens = tokens_in(dynamic)

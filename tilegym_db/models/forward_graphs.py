@@ -186,48 +186,51 @@ class ForwardGraphs:
         return self._model() is module
 
     def run(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return what a forward returns, from a graph where there is one.
-
-        Args:
-            model: whose forward it is.
-            forward: its own forward.
-            inputs: by name.
-        """
+        """Return what a forward returns, from a graph where there is one; else from the model's own ``forward``."""
         if self.is_left_out():
             return forward(**inputs)
+        known, own = self._form_of(model, inputs)
+        is_timed = known is not None and known.runs <= EAGER_RUNS
+        outputs = None if known is None or is_timed else self._ask(known, model, forward, inputs, own)
+        if outputs is not None:
+            return outputs
+        stop = self._stopwatch(self._device) if is_timed else None
+        outputs = self._as_before(forward, inputs)
+        if known is not None and stop is not None:
+            known.times["eager"].append(stop())
+        return outputs
+
+    def _form_of(self, model: Any, inputs: dict[str, Any]) -> tuple[GraphedCall | None, dict[str, Any]]:
+        """Return the form of a forward that may have a graph, and the inputs of the graph; count the reason of another."""
         reason = self._why_stock(model) or why_not_inputs(inputs, self._device)
         if reason:
             self._others[reason] += 1
             if reason == IN_TRAINING:  # which needs the memory
                 self._drop_all()
-            return self._as_before(forward, inputs)
+            return None, inputs
         form = split(inputs)[1], torch.is_inference_mode_enabled(), numerics_now()
         if self._has_failed(form):
-            return self._as_before(forward, inputs)
+            return None, inputs
         hides = _needs_mask(inputs, _pad_of(model))
-        own = inputs if hides else _without_mask(inputs)
         with self._lock:
             known = self._of((*form, hides))
-        if known.failed:
-            known.refused += 1
-            return self._as_before(forward, inputs)
-        if known.runs <= EAGER_RUNS:
-            stop = self._stopwatch(self._device)
-            outputs = self._as_before(forward, inputs)
-            known.times["eager"].append(stop())
-            return outputs
+        known.refused += bool(known.failed)
+        return None if known.failed else known, inputs if hides else _without_mask(inputs)
+
+    def _ask(
+        self, known: GraphedCall, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], own: dict[str, Any]
+    ) -> Any:
+        """Return the outputs of :meth:`_from_graph`, one thread at a time; None if it is not the time of a graph."""
         if known.graph is None and not known.tried and known.runs <= self._runs_before_proof():
-            return self._as_before(forward, inputs)
+            return None
         if not self._running.acquire(blocking=False):
             self._others[IN_USE] += 1
-            return self._as_before(forward, inputs)
+            return None
         try:
             outputs = self._from_graph(known, model, forward, inputs, own)
         finally:
             self._running.release()
-        if outputs is None:
-            known.refused += bool(known.failed)
-            return self._as_before(forward, inputs)
+        known.refused += outputs is None and bool(known.failed)
         return outputs
 
     def _as_before(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -281,11 +284,7 @@ class ForwardGraphs:
             return True
 
     def _of(self, key: tuple[Any, ...]) -> GraphedCall:
-        """Return what is known about a form that has one forward more, and forget the one used least if there are too many.
-
-        Args:
-            key: the form of the inputs as the caller gives them, settings, and whether the mask hides something.
-        """
+        """Return what is known about a form that has one forward more, and forget the one used least if there are too many."""
         known = self._forms.pop(key, None) or GraphedCall()
         known.count()
         if self._is_open:
@@ -510,12 +509,7 @@ def _forward_of(base: Any, graphs: ForwardGraphs) -> Callable[..., Any]:
 
 
 def why_not_inputs(inputs: Mapping[str, Any], device: torch.device) -> str:
-    """Return the reason why inputs are not those of a graph; empty if they may be.
-
-    Args:
-        inputs: of a forward, by name.
-        device: of the model.
-    """
+    """Return the reason why the inputs of a forward are not those of a graph; empty if they may be."""
     held = [name for name in HELD if inputs.get(name) is not None]
     if held:
         return f"it has {held[0]}"
@@ -593,9 +587,7 @@ def _why_not_proven(
     """Return the reason why a graph would not compute what forwards do; empty if it would.
 
     Args:
-        forward: of the model.
         contents: the inputs as the caller gives them, and those of a graph, for some contents. They stay as they are.
-        device: of the model.
     """
     for given, own in contents:
         kept = copied_outputs(given)

@@ -85,12 +85,7 @@ class _Thread(NamedTuple):
 
 
 def attributed(events: Iterable[Mapping[str, Any]]) -> GpuTime:
-    """Sum the GPU work of a profile by the Definition whose mark surrounds the launch.
-
-    Args:
-        events: the events of a trace as the profiler exports it (Chrome's format, times in microseconds). Unknown kinds are
-            ignored.
-    """
+    """Sum the GPU work of a profile by the Definition whose mark surrounds the launch."""
     marks: dict[_Thread, list[tuple[float, float, str]]] = defaultdict(list)
     launches: dict[Any, tuple[_Thread, float, str]] = {}
     work: list[tuple[Any, float]] = []
@@ -152,11 +147,7 @@ def _marking(definition: str, serve: Serve) -> Serve:
 
 @contextlib.contextmanager
 def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
-    """Make call sites mark their kernel launches, forward and backward, inside a ``with`` block.
-
-    Args:
-        sites: pairs of a Definition's name and a call site.
-    """
+    """Make call sites, each with the name of its Definition, mark their kernel launches inside a ``with`` block."""
     with contextlib.ExitStack() as undo:
         for definition, site in sites:
             undo.callback(setattr, site, "serve", site.serve)
@@ -167,12 +158,7 @@ def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
 
 
 def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> GpuTime:
-    """Run a call twice, the second time under the profiler, and return its GPU time.
-
-    Args:
-        call: runs the model.
-        sites: the call sites of its patch, as pairs of a Definition's name and a call site.
-    """
+    """Run a call twice, the second time under the profiler, and return its GPU time by the call sites of its patch."""
     if not torch.cuda.is_available():
         return GpuTime(reason=NO_GPU)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -238,7 +224,6 @@ def module_times(
     Times are in microseconds.
 
     Args:
-        model: the model whose modules are marked.
         call: runs the model. One call before the measurements loads and compiles kernels.
         seams: the functions whose time is separate from that of the modules that call them.
 
@@ -357,7 +342,6 @@ def launched_us(events: Iterable[Mapping[str, Any]], nonce: str) -> dict[str, tu
     """Return mark -> how often it was made, and the microseconds of GPU work launched in it but in no inner mark. Pure.
 
     Args:
-        events: the events of a trace as the profiler exports it.
         nonce: the prefix of the names of marks; marks with another prefix are ignored.
     """
     marks: list[_Mark] = []

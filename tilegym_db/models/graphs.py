@@ -209,7 +209,6 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
     """Return what the forwards of a model read on the host, and the reason why none may be a replay now; empty if they may.
 
     Args:
-        model: of transformers, or another module.
         kind: of the device that its graphs are for, such as cuda.
         attributes: also look at tensors that are plain attributes. A forward must not replace them, or each state is another.
     """
@@ -418,9 +417,6 @@ def masks_as_before(*, has_positions: bool) -> Iterator[None]:
 
     transformers looks at the contents of masks to see if they hide something, which no capture can do. But some releases, such as
     5.17, then build a mask even where the caller gives none, and all of them do so where positions may be of packed sequences.
-
-    Args:
-        has_positions: the caller gives positions, which may be those of packed sequences at a later replay.
     """
     from transformers import masking_utils as masks
 
@@ -448,8 +444,6 @@ def captured(model: Any, inputs: Mapping[str, Any], pool: Any = None) -> Capture
     """Capture a forward; its inputs are copies, which a replay reads again.
 
     Args:
-        model: the forward.
-        inputs: by name.
         pool: the memory of other graphs, none of which runs at the same time; by default the graph has memory for itself.
     """
     kept: list[torch.Tensor] = []

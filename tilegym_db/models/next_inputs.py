@@ -116,13 +116,7 @@ def _masks(inputs: Mapping[str, Any]) -> list[Any]:
 
 
 def _advance(inputs: Mapping[str, Any], layers: list[Any], full: set[int]) -> None:
-    """Make the inputs of a step those of the next one: the new token is visible, and a full window moves with its keys.
-
-    Args:
-        inputs: of the step that just ran; they are changed in place.
-        layers: of the cache, which has the token of that step already.
-        full: sizes of the windows that were full before that step.
-    """
+    """Make the inputs of a step those of the next one: the new token is visible, and a full window moves with its keys."""
     names = names_of(inputs)
     if isinstance(positions := inputs.get(names.positions), torch.Tensor):
         positions.add_(1)

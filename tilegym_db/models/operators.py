@@ -165,7 +165,6 @@ def make_site(
     """Return a call site of a Definition, for eager and for compiled code.
 
     Args:
-        catalog: its kernels may serve the calls, and its stock solution serves the others.
         own: ``own(*inputs) -> output``, the model's own code, in place of that stock solution.
         check: check a kernel at the first call of a size that was not measured.
     """

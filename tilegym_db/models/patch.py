@@ -713,13 +713,7 @@ MAX_SHOWN = 3
 
 
 def refuse_broken_lock(lock: ServingLock, catalog: Catalog, gpus: Collection[str]) -> None:
-    """Raise :class:`UsageError` unless every kernel of a lock is here as it was, and runs on one of some GPUs.
-
-    Args:
-        lock: the kernels.
-        catalog: has their records; its tables must have their measurements.
-        gpus: slugs of the devices of a model.
-    """
+    """Raise :class:`UsageError` unless every kernel of a lock is here as it was, and runs on one of some GPUs."""
     broken = [
         f"{kernel} for {kernel.definition}: {why}" for kernel in lock.kernels if (why := _why(kernel, catalog, gpus))
     ]
@@ -793,14 +787,8 @@ def verify_model(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        device: the device as torch names it.
-        dtype: one of :data:`~tilegym_db.models.random_model.DTYPES`.
-        batch: number of sequences.
         prompt: random tokens per sequence; two steps of decoding follow.
         layers: keep only this many of the first layers.
-
-    Raises:
-        UsageError: the config, the dtype or a size has no valid value.
     """
     check_dtype(dtype)
     if batch < 1 or prompt < 1:

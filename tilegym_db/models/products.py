@@ -97,8 +97,6 @@ class Products:
         """Make a call site for each Definition that the catalog has.
 
         Args:
-            model: its parameters are the weights.
-            catalog: its kernels may serve the products.
             why_not: returns the reason for a Definition to stay stock; empty if kernels may serve it.
             check: check a kernel at the first call of a size that was not measured.
         """
@@ -328,8 +326,6 @@ def gated_products(definition: str, x: torch.Tensor, projections: Sequence[Any])
     """Return the result of a gate of two products by one kernel, if this thread runs a forward that a graph repeats.
 
     Args:
-        definition: the Definition of the gate.
-        x: the input of both products [..., K].
         projections: the modules of both products, in the order of the gate's inputs.
     """
     here = forwards.get(get_ident())

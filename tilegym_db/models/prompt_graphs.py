@@ -108,7 +108,6 @@ class PromptGraphs:
         """Capture nothing yet.
 
         Args:
-            capture: makes a graph of a forward.
             replayed: the context of calls that a graph repeats.
             stopwatch: measures forwards without waiting for them; by default with events of CUDA.
         """
@@ -157,7 +156,6 @@ class PromptGraphs:
         """Run the forward of a prompt.
 
         Args:
-            model: of transformers.
             inputs: of its forward, with an empty cache, which is filled.
             why_not: returns the reason if a graph would read what the model does not have any more. Asked only if needed.
 
@@ -318,7 +316,6 @@ def may_be_filled_up(inputs: Mapping[str, Any], size: int, limits: list[int]) ->
     """Return True if the filling can change neither a state, nor a window, nor what a model does with a prompt of this length.
 
     Args:
-        inputs: of the forward of a prompt.
         size: the length with the filling.
         limits: lengths beyond which the model computes something else.
     """

@@ -70,7 +70,6 @@ def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype)
     """Return the largest relative error that a kernel may have.
 
     Args:
-        stock_error: the error of the model's own code.
         rounding_error: the error of the exact result after rounding once to the output's dtype; no code does better.
         dtype: the dtype of the output. For float32, the bound of verification applies if it is larger: the approximate
             exponentials of a GPU are many times worse than those of a CPU.
@@ -86,8 +85,6 @@ def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Pro
     times and leave its inputs unchanged. The result is that of the call with the kernel's largest error.
 
     Args:
-        dispatcher: the dispatcher of the call site.
-        allocate: makes the outputs for the inputs of a call.
         call: the captured inputs, at several positions and for several tokens.
     """
     definition = dispatcher.definition
@@ -291,9 +288,7 @@ def record(model: Module, layers: Mapping[str, Module], inputs: ModelInputs | No
     """Run the unchanged model, and a copy of it in fp64 if memory allows.
 
     Args:
-        model: in eval mode.
         layers: name -> layer whose inputs to keep, at most 128 rows of each.
-        inputs: the inputs of the run; random token ids by default.
 
     Raises:
         UsageError: there are no inputs and the model states no vocabulary to draw random token ids from; an input cannot be
@@ -322,11 +317,7 @@ def _keeping(layers: Mapping[str, Module], kept: dict[str, LayerInput]) -> Itera
 
 
 def _logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor:
-    """Return a model's first output, or its logits.
-
-    Raises:
-        UsageError: the output is no floating tensor.
-    """
+    """Return a model's first output, or its logits."""
     with torch.no_grad():
         out = model(**own_inputs(given))
     found = getattr(out, "logits", None)
@@ -370,9 +361,6 @@ def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerI
     repeated to that number. The largest error of all repetitions counts.
 
     Args:
-        name: the name of the layer.
-        module: the quantised layer, patched as it will be served.
-        original: the original weight [N, K].
         given: the kept input of the layer; None if the run did not call it.
     """
     shape = (original.shape[0], original.shape[1])
@@ -517,11 +505,7 @@ class _WatchedParameters(dict[str, Any]):
 
 @contextlib.contextmanager
 def noticed_reads(layers: Mapping[str, Module]) -> Iterator[set[str]]:
-    """Yield the set of layers whose weight was read while their forward did not run; it fills inside the ``with`` block.
-
-    Args:
-        layers: name -> layer. Their hooks count as the model's code. The layers are restored afterwards.
-    """
+    """Yield the set of layers whose weight was read while their forward did not run; it fills inside the ``with`` block."""
     read: set[str] = set()
     with contextlib.ExitStack() as undo:
         for name, module in layers.items():

@@ -26,12 +26,7 @@ Patch = Callable[[bool], Handle]
 
 
 def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patch: Patch) -> Handle:
-    """Quantise a model, verify each layer as it will be served, and patch it; the handle's ``unpatch`` undoes everything.
-
-    Raises:
-        UsageError: the way is refused on this device, no layer can be quantised or verified, or no published kernel serves
-            the products. The model is then as it was.
-    """
+    """Quantise a model, verify each layer as it will be served, and patch it; the handle's ``unpatch`` undoes everything."""
     refuse(model, way)
     layers, skipped = choose(model)
     _check_any(model, layers, skipped)
@@ -149,12 +144,7 @@ TELLS_DTYPE = "it is the first parameter of a model, which gives the model its d
 
 
 def why_no_products(device: str, capability: tuple[int, int] | None) -> str:
-    """Return the reason if a device cannot multiply FP8 codes; empty if it can.
-
-    Args:
-        device: its type, ``cuda`` or another.
-        capability: the compute capability of a CUDA device; None for other devices.
-    """
+    """Return the reason if a device of a type such as ``cuda`` cannot multiply FP8 codes; empty if it can."""
     if device != "cuda" or capability is None:
         return (
             f"the model is on {device}, which has no FP8 products: move it to a GPU of compute capability 8.9 or newer"
@@ -166,12 +156,7 @@ def why_no_products(device: str, capability: tuple[int, int] | None) -> str:
 
 
 def refuse(model: Module, way: str) -> None:
-    """Raise :class:`UsageError` if a model must not be quantised in a way.
-
-    Raises:
-        UsageError: the device has no FP8 products and the way is not :data:`FP8_REFERENCE`, the way is not in :data:`WAYS`,
-            or the model is in training mode.
-    """
+    """Raise :class:`UsageError` if a model must not be quantised in a way."""
     if way not in WAYS:
         raise UsageError(f"quantise must be one of {WAYS} or None, not {way!r}.", code="quantise_unknown")
     if model.training:
@@ -308,11 +293,7 @@ class Quantisation:
             module.__class__ = BlockwiseLinear
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Put back the parameters of some layers, by default of all, on the device of the codes. Calling it twice is safe.
-
-        Raises:
-            UsageError: other code changed the class of a layer; all other layers are restored.
-        """
+        """Put back the parameters of some layers, by default of all, on the device of the codes. Calling it twice is safe."""
         left = []
         for name in list(self.kept if names is None else names):
             module = self.layers[name]
@@ -348,11 +329,7 @@ SMALLEST_AMAX = 1e-4
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [N, K] and float32 scales [N / 128, K / 128] of a weight [N, K]; a block of zeros has the scale 1 / 448.
-
-    Args:
-        weight: a tensor of any floating dtype; N and K are multiples of 128.
-    """
+    """Return codes [N, K] and float32 scales [N / 128, K / 128] of a weight [N, K]; a block of zeros has the scale 1 / 448."""
     rows, columns = weight.shape
     blocks = weight.detach().float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
@@ -405,11 +382,7 @@ class BlockwiseLinear(torch.nn.Linear):
     weight_scale_inv: torch.nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N] in the dtype of x.
-
-        Raises:
-            UsageError: the codes were cast to another dtype, as ``model.to(dtype)`` does, or x has values of one byte.
-        """
+        """x [..., K] -> [..., N] in the dtype of x."""
         refuse_casts(self.weight.dtype, input.dtype)
         if torch.is_grad_enabled() and input.requires_grad:
             out: torch.Tensor = _Product.apply(input, self.weight, self.weight_scale_inv)

@@ -31,16 +31,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_config(path: Path, layers: int | None = None) -> Any:
-    """Return the config of a transformers model from its JSON file, or from a folder with a ``config.json``.
-
-    Args:
-        path: the file or the folder.
-        layers: keep only this many layers, and at least one of every kind; see :func:`with_few_layers`.
-
-    Raises:
-        UsageError: the file does not exist, is no config of a known model, or has fewer layers.
-        MissingPackageError: transformers is not installed.
-    """
+    """Return the config of a transformers model from its JSON file, or from a folder with a ``config.json``."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -104,11 +95,7 @@ FACTORIES = (
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that the config names, or else a factory of transformers that has a model for it.
-
-    Raises:
-        UsageError: transformers has no model for the config.
-    """
+    """Return the class that the config names, or else a factory of transformers that has a model for it."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -145,11 +132,7 @@ def _without_memory(config: Any) -> Any:
 
 
 def build_model(config: Any, device: str, dtype: str) -> Any:
-    """Build a model with :func:`unchecked_model` and call it once, because layers of a config may be incompatible at run time.
-
-    Raises:
-        UsageError: there is no such model, it does not fit into the device's memory, or it does not run.
-    """
+    """Build a model with :func:`unchecked_model` and call it once, because layers of a config may be incompatible at run time."""
     model = unchecked_model(config, device, dtype)
     _check_runs(model, device)
     return model
@@ -159,9 +142,6 @@ def unchecked_model(config: Any, device: str, dtype: str) -> Any:
     """Return a model in eval mode with random weights, the same at every call on one kind of device.
 
     Weights of norms get noise, because trained weights are not all one, and some roundings differ only then.
-
-    Raises:
-        UsageError: transformers has no model for the config, cannot build it, or it does not fit into the device's memory.
     """
     devices = [torch.device(device)] if device.startswith("cuda") else []
     try:

@@ -210,11 +210,7 @@ class PatchReport:
         return table
 
     def gpu_table(self) -> Table:
-        """Return a table for a terminal with the GPU time of the profiled call, by Definition.
-
-        Raises:
-            UsageError: no call was profiled.
-        """
+        """Return a table for a terminal with the GPU time of the profiled call, by Definition."""
         from rich.table import Table
 
         time = self.gpu_time

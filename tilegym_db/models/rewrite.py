@@ -116,11 +116,7 @@ def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.Functio
 
 
 def method_calls(name_of: Callable[[ast.Call, ast.Attribute], str | None]) -> Callable[[ast.FunctionDef], None]:
-    """Return a rewrite that turns ``owner.method(x, ...)`` into ``name(owner, x, ...)``.
-
-    Args:
-        name_of: gets each call of an attribute, and the attribute. It returns the name to call, or None if the call stays.
-    """
+    """Return a rewrite that turns ``owner.method(x, ...)`` into ``name(owner, x, ...)``."""
     transformer = _MethodCalls(name_of)
 
     def rewrite(function: ast.FunctionDef) -> None:

@@ -43,8 +43,6 @@ def write_site(
     """Return the row of a report with its call site, or with the reason for none; None if the model has no such writes.
 
     Args:
-        model: one that generates in graphs.
-        catalog: its kernels may serve the writes.
         why_not: returns the reason for a Definition to stay stock; empty if kernels may serve it.
         check: check a kernel at the first call of a size that was not measured.
     """

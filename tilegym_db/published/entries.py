@@ -97,16 +97,7 @@ def dtypes_key(dtypes: Mapping[str, str]) -> DtypesKey:
 
 
 def entries_of(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> MeasuredEntries:
-    """Return the passes of a trace file. Entries are built when their dtype binding is first used; errors name ``path``.
-
-    Args:
-        traces: the lines of the file (:func:`tilegym_db.published.input_files.read_lines`).
-        path: the file.
-        origin: of the folder: ``shipped``, ``local`` or ``foreign``.
-
-    Raises:
-        RecordError: a line does not have the form of a trace.
-    """
+    """Return the passes of a trace file. Entries are built when their dtype binding is first used; errors name ``path``."""
     grouped: dict[DtypesKey, list[Mapping[str, Any]]] = {}
     scalars: list[Mapping[str, Scalar]] = []
     try:
@@ -279,9 +270,7 @@ def why_not_served(
     """Return why a measured kernel may not serve a call, or None if it may.
 
     Args:
-        candidate: the kernel's measurement at a point.
         files: the catalog's Solution of that name; None if the catalog has none.
-        request: the call and what this process can run.
         is_exact: True if the call has the sizes of the point; otherwise the point is the nearest one.
         scalar_ranges: scalar -> verified range, for candidates that state none.
         stock: the stock code at the same point, if it was measured.
@@ -342,10 +331,7 @@ def why_unconfined(level: int, *, is_shipped: bool, origin: str = "local", audie
     confined, or at least read them. On a machine without a sandbox they may serve its own user only.
 
     Args:
-        level: the sandbox level on the trace.
         is_shipped: True if the package ships this definition and source, by their digests.
-        origin: origin of the trace: ``shipped``, ``local``, or ``foreign``.
-        audience: the users to be served.
     """
     if level >= PUBLISHED_SANDBOX_LEVEL:
         return None
@@ -412,14 +398,7 @@ def spelled_bits(required: Collection[str]) -> str:
 def why_not_as_required(
     candidate: Candidate, files: SolutionFiles, required: Collection[str], batch_axis: str
 ) -> Refusal | None:
-    """Return why the bits of a kernel do not meet a caller's requirements; None if they meet them.
-
-    Args:
-        candidate: the kernel's measurement.
-        files: the catalog's Solution of that name.
-        required: some of :data:`REQUIREMENTS`.
-        batch_axis: of the Definition; "" without one.
-    """
+    """Return why the bits of a kernel do not meet a caller's requirements; None if they meet them."""
     spec = files.record.spec
     if required and not spec.deterministic:
         return Refusal("not_deterministic", "deterministic kernels are required, and it declares that it is not")

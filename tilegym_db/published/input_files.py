@@ -58,7 +58,6 @@ def trace_lines(
     """Return the lines of a trace file.
 
     Args:
-        traces: as :meth:`Trace.to_dict` gives them, in the order to keep.
         provides: the baseline that a Solution stands for, by name.
         foreign: ids of runs that were not measured by the installation that publishes them.
     """
@@ -117,11 +116,7 @@ def is_packed(content: bytes) -> bool:
 
 
 def unpacked(content: bytes, source: str | Path) -> bytes:
-    """Return the lines of a published file; errors name ``source``.
-
-    Raises:
-        RecordError: the content is not gzip, is cut off, or unpacks to more than :data:`MAX_BYTES`.
-    """
+    """Return the lines of a published file; errors name ``source``."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             lines = file.read(MAX_BYTES + 1)
@@ -136,11 +131,7 @@ def unpacked(content: bytes, source: str | Path) -> bytes:
 
 
 def read_lines(content: bytes, source: str | Path) -> list[dict[str, Any]]:
-    """Return the object of every line of a published file.
-
-    Raises:
-        RecordError: as :func:`unpacked`, or a line is not a JSON object.
-    """
+    """Return the object of every line of a published file."""
     found = []
     for number, line in enumerate(unpacked(content, source).splitlines(), start=1):
         try:
@@ -154,11 +145,7 @@ def read_lines(content: bytes, source: str | Path) -> list[dict[str, Any]]:
 
 
 def read_traces(content: bytes, source: str | Path) -> list[Trace]:
-    """Return the traces of a published file, validated.
-
-    Raises:
-        RecordError: as :func:`read_lines`, or a line is not a valid trace.
-    """
+    """Return the traces of a published file, validated."""
     from tilegym_db.records import Trace
 
     return [

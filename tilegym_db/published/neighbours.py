@@ -69,9 +69,6 @@ def neighbours(
     """Return the measured points that stand for a call, or the reason if it must be measured itself.
 
     Args:
-        definition: states the kinds of its axes.
-        asked: every axis of the call.
-        dtypes: every dtype of the call, which is that of the points.
         points: the axes of the measured points; at least one.
     """
     alike = [index for index, point in enumerate(points) if _why_other_width(definition, asked, point) is None]
@@ -126,9 +123,7 @@ def why_more_costs_more(
     Time grows by a rate times the work. Two points give the rate of the kernel and that of stock code.
 
     Args:
-        latency_us: the kernel's time at the largest measured work.
         half_us: its time at half of that work or less.
-        stock_us: the time of stock code at the largest measured work.
         half_stock_us: its time at half of that work or less.
         factor: the work of the call over the largest measured one.
     """
@@ -181,8 +176,6 @@ def padding_of_widths(definition: Definition, asked: Axes, point: Axes) -> tuple
 
     Args:
         definition: states the kinds of its axes. If it states none, axes that are never the outermost alone are widths.
-        asked: every axis of the call.
-        point: the axes of the measured point.
     """
     names = _other_widths(definition, asked, point)
     if not _states_kinds(definition):
@@ -262,8 +255,6 @@ def why_beyond_verified(
     """Return why the offsets of a call may be too large for the indices of a kernel; None if verified sizes cover them.
 
     Args:
-        asked: every axis of the call.
-        points: the points that the kernel was measured at.
         verified: axis -> the largest size at which the kernel's outputs were compared; empty if its trace does not state it.
         verified_elements: elements of the largest such tensor; 0 if its trace does not state it.
     """

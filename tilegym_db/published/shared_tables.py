@@ -120,12 +120,7 @@ def damage_of(table: SharedTable) -> str:
 
 
 def trust_table(folder: Path, home: Path) -> None:
-    """Record that the user trusts the table in a folder, by its current lock.
-
-    Raises:
-        RecordError: its lock is missing or cannot be read.
-        StoreError: the record cannot be written.
-    """
+    """Record that the user trusts the table in a folder, by its current lock."""
     lock = read_bytes(folder / LOCK_NAME, "trace lock")
     write_atomically(folder / TRUST_NAME, signature(home, "trusted table", lock).encode())
 
@@ -256,11 +251,7 @@ class SharedPlace:
         return self.root if self.is_local else self.shown
 
     def names(self, folder: str) -> list[str]:
-        """Return the files below a folder of it, by name; an empty list if the folder does not exist.
-
-        Raises:
-            StoreError: it cannot be reached or listed to its end.
-        """
+        """Return the files below a folder of it, by name; an empty list if the folder does not exist."""
         from pyarrow import fs
 
         where = f"{self.root}/{folder}"
@@ -275,11 +266,7 @@ class SharedPlace:
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the first ``limit`` bytes of a file, or None if it does not exist.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Return the first ``limit`` bytes of a file, or None if it does not exist."""
         self.refuse_silence("read")
         try:
             with self.files.open_input_stream(f"{self.root}/{name}", compression=None) as stream:
@@ -290,11 +277,7 @@ class SharedPlace:
             raise self.refused("read", error) from None
 
     def add(self, name: str, save: Callable[[Any], Any]) -> bool:
-        """Let ``save`` write a file unless one of that name exists; return True if it was written.
-
-        Raises:
-            StoreError: it cannot be written; nothing of it is there then.
-        """
+        """Let ``save`` write a file whole unless one of that name exists; return True if it was written."""
         from pyarrow import fs
 
         path = f"{self.root}/{name}"

@@ -79,11 +79,7 @@ _SIGNATURE = re.compile(rb', "signature": "([0-9a-f]{64})"\}\s*$')
 
 
 def signature(home: Path, purpose: Purpose, content: bytes) -> str:
-    """Return the signature of some content by the key of a home folder, which is made if it is missing.
-
-    Raises:
-        StoreError: the key cannot be read or written.
-    """
+    """Return the signature of some content by the key of a home folder, which is made if it is missing."""
     key = _read_key(home) or _make_key(home)
     return _hmac(key, purpose, content)
 
@@ -220,11 +216,7 @@ class Snapshot:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, path: Path, what: str = "published file") -> bytes:
-        """Return the content of a file of the folder.
-
-        Raises:
-            RecordError: it differs from its lock, or cannot be read.
-        """
+        """Return the content of a file of the folder, which must be as its lock states it."""
         content = read_bytes(path, what)
         name = path.relative_to(self.folder).as_posix()
         if not self.files and self.origin == "foreign":
@@ -254,11 +246,7 @@ class Snapshot:
 
 
 def open_snapshot(folder: Path, home: Path) -> Snapshot:
-    """Open the published files of ``traces/<gpu>`` with the key of a home folder.
-
-    Raises:
-        RecordError: the lock is not valid, or of a newer version.
-    """
+    """Open the published files of ``traces/<gpu>`` with the key of a home folder."""
     path = folder / LOCK_NAME
     if not path.is_file():
         return Snapshot(folder, folder.name, "", "", "foreign")
@@ -382,9 +370,6 @@ def sorted_files(files: Sequence[Path], home: Path, *, trust: bool) -> Sorted:
     """Sort journals and other files given by the user, by the signature of every line.
 
     The lock of a published file decides its origin. A published file without a lock that counts is foreign.
-
-    Raises:
-        StoreError: a file cannot be read.
     """
     sorter = _Sorter(home, trust)
     rejected: list[RejectedLine] = []
@@ -506,11 +491,7 @@ class Checked:
         self._keys: dict[str, str] = {}
 
     def content(self, path: Path) -> bytes:
-        """Return the bytes of a file.
-
-        Raises:
-            RecordError: it cannot be read.
-        """
+        """Return the bytes of a file."""
         if path not in self._contents:
             self._contents[path] = read_bytes(path, "record")
         return self._contents[path]
@@ -706,16 +687,7 @@ def bounds_of(
     cold_l2: bool,
     timer: str,
 ) -> Bounds:
-    """Return the bounds at one point.
-
-    Args:
-        definition: the operator; states tolerances and the compulsory work.
-        axes: every axis, const ones included.
-        dtypes: every dtype variable.
-        peaks: of the GPU; None for a CPU, or if they are unknown.
-        cold_l2: the L2 was flushed before every call.
-        timer: the timer that measured.
-    """
+    """Return the bounds at one point; ``peaks`` is None for a CPU, or if they are unknown."""
     rel_fro, worst_row, matched = _error_bounds(definition, axes, dtypes)
     light = speed_of_light(definition, axes, dtypes, peaks) if peaks is not None else None
     least = least_us(light, peaks, cold_l2=cold_l2, timer=timer) if light is not None and peaks is not None else None

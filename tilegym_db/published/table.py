@@ -212,7 +212,6 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
     The table is cached until the snapshot changes. :func:`why_no_table` has the reason for None.
 
     Args:
-        gpu: a slug or a family.
         trust: also read snapshots that neither the package nor this installation published.
 
     Raises:
@@ -356,11 +355,7 @@ class TraceFile:
     path: Path
 
     def traces(self) -> list[dict[str, Any]]:
-        """Read the object of every line.
-
-        Raises:
-            RecordError: the file differs from its lock, or is damaged.
-        """
+        """Read the object of every line."""
         return read_lines(self.snapshot.read(self.path, "trace file"), self.path)
 
     def entries(self) -> MeasuredEntries:
@@ -379,10 +374,6 @@ def merged_entries(own: TraceFile | None, shared: Sequence[TraceFile]) -> Measur
 
     A team's file that differs from its lock is left out with a warning. For a file of the published table this is an
     error.
-
-    Args:
-        own: the file of the published table, if it has the Definition.
-        shared: files of the tables that may serve, newest first.
     """
     groups: list[MeasuredEntries] = []
     traces: list[dict[str, Any]] = []
@@ -524,11 +515,7 @@ class ServingLock:
 
     @classmethod
     def read(cls, path: Path) -> ServingLock:
-        """Read a lock.
-
-        Raises:
-            RecordError: the file cannot be read, is no lock, or was written by a newer version.
-        """
+        """Read a lock; refuse one that a newer version wrote."""
         content = parse_object(read_bytes(path, "serving lock"), "serving lock", path)
         if not isinstance(content, dict) or content.get("serving_lock") not in (FORMAT, REQUIRING_FORMAT):
             raise RecordError(
@@ -570,16 +557,7 @@ class ServingLock:
 
 
 def write_lock_file(path: Path, kernels: Iterable[LockedKernel], required: Collection[str] = ()) -> None:
-    """Write kernels as a lock, sorted; the same kernels give the same bytes.
-
-    Args:
-        path: an existing file is replaced.
-        kernels: the kernels that served.
-        required: what was required of their bits, some of :data:`REQUIREMENTS`.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
+    """Write kernels as a lock, sorted; the same kernels give the same bytes."""
     rows = [
         {**{name: getattr(kernel, name) for name in _TEXTS}, "config": kernel.config}
         for kernel in sorted(kernels, key=lambda one: (one.definition, one.solution, one.config_text, one.gpu))

@@ -63,7 +63,6 @@ class Record(RecordPart):
         """Parse and validate one JSON object.
 
         Args:
-            text: the JSON object.
             source: its origin (a path, or ``path:line``), for the error message.
 
         Raises:
@@ -225,11 +224,7 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
 
 
 def in_utc(value: datetime) -> datetime:
-    """Return a time in UTC; one without a zone is in UTC already.
-
-    Raises:
-        RecordError: the year is outside :data:`FIRST_YEAR` to :data:`LAST_YEAR`.
-    """
+    """Return a time in UTC; one without a zone is in UTC already. Refuse years outside of FIRST_YEAR to LAST_YEAR."""
     if not FIRST_YEAR <= value.year <= LAST_YEAR:
         raise RecordError(
             f"{value} is out of range: a record is from {FIRST_YEAR} to {LAST_YEAR}", code="time_out_of_range"

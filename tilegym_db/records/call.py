@@ -59,11 +59,7 @@ class Call:
         return canonical_json([self.definition, *(dict(part) for part in parts)])
 
     def bind(self, definition: Definition) -> Call:
-        """Return the call with const axes, single dtypes and the scalars that are sizes filled in.
-
-        Raises:
-            UsageError: an axis or dtype is missing, unknown or not allowed, or an axis and its scalar differ.
-        """
+        """Return the call with const axes, single dtypes and the scalars that are sizes filled in."""
         axes = axes_with_scalars(definition, self.axes, self.scalars)
         try:
             bound, dtypes = definition.bind_axes(axes), definition.bind_dtypes(self.dtypes)
@@ -108,11 +104,7 @@ class Request:
 
 
 def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
-    """Bind positional arguments: every input in order, optionally followed by every written output.
-
-    Raises:
-        UsageError: the number of arguments is wrong, or one does not fit the Definition; see :func:`bind_arguments`.
-    """
+    """Bind positional arguments: every input in order, optionally followed by every written output."""
     names = (*definition.inputs, *definition.written_outputs)
     if len(values) not in (len(definition.inputs), len(names)):
         raise UsageError(
@@ -222,9 +214,6 @@ def solve_axes(
     A dimension ``N`` binds the axis N. An expression with one unknown axis is solved if it uses ``+``, ``-`` and ``*``
     (``2*I`` of size 8 gives I = 4). ``//`` is solved only in a packed row, whose codes fill whole bytes
     (:func:`~tilegym_db.records.definition_rules.check_packed`). Other dimensions are only checked.
-
-    Raises:
-        UsageError: the shapes contradict the Definition or each other, or do not determine an axis.
     """
     axes = {name: axis.value for name, axis in definition.axes.items() if axis.value is not None}
     axes |= sizes_of_scalars(definition, scalars or {})
@@ -331,11 +320,7 @@ def _known(node: ast.expr, axes: Mapping[str, int]) -> int | None:
 
 
 def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> dict[str, int]:
-    """Return axis -> size, for every axis whose scalar is given.
-
-    Raises:
-        UsageError: such a scalar is not a whole number, or is negative.
-    """
+    """Return axis -> size, for every axis whose scalar is given."""
     sizes: dict[str, int] = {}
     for scalar, axis in definition.size_scalars.items():
         if scalar not in scalars:
@@ -351,11 +336,7 @@ def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> d
 
 
 def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar]) -> dict[str, int]:
-    """Return the axes of a call, including those that only a scalar states.
-
-    Raises:
-        UsageError: an axis and its scalar differ.
-    """
+    """Return the axes of a call, including those that only a scalar states; the two must agree."""
     sizes = sizes_of_scalars(definition, scalars)
     for axis, size in sizes.items():
         if axes.get(axis, size) != size:
@@ -385,11 +366,7 @@ def scalars_with_axes(
 
 
 def bind_forward(backward: Definition, forward: Definition) -> Definition:
-    """Return the same backward, bound to the forward that computes its saved tensors.
-
-    Raises:
-        RecordError: the two do not fit together.
-    """
+    """Return the same backward, bound to the forward that computes its saved tensors."""
     problem = backward_problem(forward, backward)
     if problem:
         raise RecordError(
@@ -400,11 +377,7 @@ def bind_forward(backward: Definition, forward: Definition) -> Definition:
 
 
 def forward_of(backward: Definition) -> Definition:
-    """Return the forward that computes the saved tensors of a backward.
-
-    Raises:
-        RecordError: the backward was not read from a catalog that has the forward.
-    """
+    """Return the forward that computes the saved tensors of a backward, which a catalog with both has read."""
     if backward._forward is None:
         raise RecordError(
             f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog "

@@ -308,11 +308,7 @@ class Definition(Record):
         return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Return every axis with its size, including const axes.
-
-        Raises:
-            RecordError: an axis is missing, unknown or negative, differs from a const axis, or breaks a constraint.
-        """
+        """Return every axis with its size, including const axes."""
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
             if name not in self.axes:
@@ -345,11 +341,7 @@ class Definition(Record):
         return {name: bound[name] for name in self.axes}
 
     def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        """Return every dtype variable with its dtype; a variable with a single choice may be left out.
-
-        Raises:
-            RecordError: a variable is missing or unknown, or the Definition does not list its dtype.
-        """
+        """Return every dtype variable with its dtype; a variable with a single choice may be left out."""
         bound: dict[str, str] = {}
         for name in dtypes:
             if name not in self.dtypes:
@@ -379,11 +371,7 @@ class Definition(Record):
         return dtypes.get(spec.dtype, spec.dtype)
 
     def shape_of(self, name: str, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the concrete shape of a tensor under an axis binding.
-
-        Raises:
-            RecordError: the tensor does not exist.
-        """
+        """Return the concrete shape of a tensor under an axis binding."""
         spec = self.inputs.get(name) or self.outputs.get(name)
         if spec is None:
             raise RecordError(f"{self.name} has no tensor '{shown(name)}'.", code="tensor_unknown")
@@ -457,8 +445,6 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     even the sign of a zero and subnormal numbers must match.
 
     Args:
-        definition: its ``tolerance`` may override the defaults, with a stated reason.
-        dtype: the output's concrete dtype.
         math: ``tf32`` if the Solution declares it for its fp32 products; without products it changes nothing.
     """
     tf32 = math == "tf32" and dtype == "float32" and definition.multiplies_float32

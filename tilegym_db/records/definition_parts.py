@@ -86,11 +86,7 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the strides in elements that a layout gives a tensor of this shape.
-
-    Raises:
-        RecordError: the layout is invalid, has a wrong number of strides, or has a negative one.
-    """
+    """Return the strides in elements that a layout gives a tensor of this shape; refuse a layout that does not fit."""
     entries = parse_layout(text)
     if entries is None:
         return contiguous_strides(shape)

@@ -420,11 +420,7 @@ def check_sampled(
     """Check that a sampled output is of int32 or int64, and has random numbers of its shape and a law in the reference.
 
     Args:
-        sampled: output -> its law and its random numbers.
         taken: outputs that another rule checks.
-        inputs: of the Definition.
-        outputs: of the Definition.
-        reference: the text that defines the law.
     """
     for output, stated in sampled.items():
         where, spec, numbers = f"sampled '{output}'", outputs.get(output), inputs.get(stated.uniforms)

@@ -80,11 +80,7 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def _check_constants(node: ast.expr, text: str) -> bool:
-    """Return True if a part is constant. Constants are evaluated, so that ``9**9**9`` is refused when the record is read.
-
-    Raises:
-        RecordError: a constant part is out of bounds, divides by zero, or has an exponent out of bounds.
-    """
+    """Return True if a part is constant. Constants are evaluated, so that ``9**9**9`` is refused when the record is read."""
     parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
     if isinstance(node, ast.Call):
         parts = [] if isinstance(node.func, ast.Name) and node.func.id == "sizeof" else node.args
@@ -132,9 +128,6 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
     """Return the value of ``text`` with these axis sizes; ``sizeof(T)`` is the bytes of the dtype bound to T.
 
     A name in ``sizeof`` that is not bound is read as a dtype (``sizeof(float32)``).
-
-    Raises:
-        RecordError: a name is unknown, a division is by zero, or a number is out of bounds.
     """
     try:
         value: int | float | bool = _function_of(text)(axes, dtypes or {})
@@ -453,11 +446,7 @@ def forget_sources() -> None:
 # Parsing takes a third of the time to read a catalog, and a process reads the same sources many times.
 @functools.lru_cache(maxsize=2048)
 def parse_source(source: str | bytes) -> ast.Module:
-    """Return the top-level functions of a source, without their bodies; callers must not change the tree.
-
-    Raises:
-        RecordError: the source is not valid Python, or nested too deeply; the message gives the line.
-    """
+    """Return the top-level functions of a source, without their bodies; callers must not change the tree."""
     content = source.encode() if isinstance(source, str) and source.isascii() else source
     if not isinstance(content, bytes) or len(content) < LARGE or not content.isascii():
         return _functions(source)
@@ -565,9 +554,6 @@ def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
     """Return the parameters of the last top-level function of that name; None if ``source`` has no such function.
 
     Variadic and keyword-only parameters are spelled with stars.
-
-    Raises:
-        RecordError: the source is not valid Python.
     """
     tree = parse_source(source)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]

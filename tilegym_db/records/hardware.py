@@ -216,7 +216,6 @@ def parse_gpu(text: str, known: Iterable[str] = ()) -> str:
     """Return a GPU slug or family that a user typed, in lower case; a driver's name gives its slug.
 
     Args:
-        text: a slug, a family, or a device name as the driver states it.
         known: slugs of other GPUs that have traces or are in this machine.
 
     Raises:

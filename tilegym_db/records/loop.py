@@ -499,7 +499,6 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
     """Return the claim that rounds of stock against patched allow.
 
     Args:
-        speedup: stock time over patched time, with its interval if there is one.
         rounds: number of rounds that count, per mode.
         kernel_calls: calls of a verified kernel in one generation of the patched model.
         control: stock time over the time of :data:`CONTROL` in the same rounds; None without a control.

@@ -98,9 +98,6 @@ def speed_of_light(
     """Return the minimum time of a call if only the peaks limit it.
 
     Args:
-        definition: states the compulsory flops and bytes.
-        axes: every axis, including const ones (``definition.bind_axes``).
-        dtypes: every dtype variable (``definition.bind_dtypes``).
         peaks: of the GPU that the call runs on, stated or calibrated.
         math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only with ``tf32``.
 
@@ -140,16 +137,6 @@ def share_of_stated_light(
     """Return (speed of light in microseconds, share of it) by the stated peaks of a GPU; None if they are not known.
 
     It is also None if the time depends on the kind of float32 products, which a trace does not state.
-
-    Args:
-        definition: states the compulsory flops and bytes.
-        axes: those of a trace.
-        dtypes: those of a trace.
-        gpu: slug.
-        latency_us: time of the call.
-
-    Raises:
-        RecordError: the Definition does not allow these axes or dtypes.
     """
     peaks = stated_peaks(gpu)
     if peaks is None:
@@ -169,10 +156,7 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
     """Return the reason why a time is impossible, or None if it is possible.
 
     Args:
-        latency_us: the claimed time of one call.
-        sol: its work.
         peaks: of the GPU; the floor uses the driver's figures, not the measured ones.
-        cold_l2: the L2 was flushed before every call.
         timer: the timer of the call; the launch floor holds only for the timer of the calibration.
     """
     crossing = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
@@ -25,6 +25,9 @@ from tilegym_db.records.definition_parts import LAYOUT_CLASSES, ExpressionText, 
 from tilegym_db.records.expressions import evaluate_bool, names_in, parse_source
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, length_prefixed_digest, shown
+
+if TYPE_CHECKING:
+    from tilegym_db.records.workload import Workload
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
@@ -53,11 +56,7 @@ def name_with_config(name: str, config: Mapping[str, Tunable]) -> str:
 
 
 def normalise_language(language: str) -> str:
-    """Return the language in the spelling of records.
-
-    Raises:
-        UsageError: the language is unknown.
-    """
+    """Return the language in the spelling of records; refuse an unknown one."""
     check_kind(language, str, "a language is a text")
     if language in LANGUAGES:
         return language
@@ -249,11 +248,7 @@ class Solution(Record):
         return self
 
     def digest(self, sources: Mapping[str, bytes]) -> str:
-        """Return the sha256 over definition, spec and every source's path and bytes, each length-prefixed.
-
-        Args:
-            sources: path -> bytes of every file in ``self.sources``.
-        """
+        """Return the sha256 over definition, spec and every source's path and bytes, each length-prefixed."""
         return digest_of(self.definition, self.spec.model_dump(mode="json", exclude_defaults=True), sources)
 
     def check_against(self, definition: Definition) -> None:
@@ -299,6 +294,11 @@ class Solution(Record):
                 )
         check_omits(self.spec.omits, definition, role=self.spec.role, layouts=self.spec.layouts)
 
+    def unsupported_at(self, definition: Definition, workload: Workload, target: str | None = None) -> str | None:
+        """Return :meth:`unsupported` for the call of a Workload."""
+        axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+        return self.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)
+
     def unsupported(
         self,
         axes: Mapping[str, int],
@@ -310,8 +310,6 @@ class Solution(Record):
         """Return the reason why this Solution does not support a request, or None if its declared limits include it.
 
         Args:
-            axes: every axis of the Definition with its size.
-            dtypes: dtype variable -> dtype.
             layouts: tensor -> layout class; a tensor not listed is contiguous.
             target: the device's ``sm_XX``, or ``cpu``; None skips this check.
         """
@@ -432,15 +430,7 @@ class Family(Record):
         return self
 
     def solution(self, name: str, source: str | Path = "<family>") -> Solution:
-        """Return one Solution with the shared keys.
-
-        Args:
-            name: a name in ``solutions``.
-            source: its origin, for the error message.
-
-        Raises:
-            RecordError: the family does not list this name, or the whole Solution is not valid.
-        """
+        """Return one Solution with the shared keys; ``source`` is its origin, for messages."""
         member = next((member for member in self.solutions if member.name == name), None)
         if member is None:
             raise RecordError(f"{source}: solutions: '{name}' is not listed.", code="solution_unlisted")
@@ -532,12 +522,7 @@ def called_with(definition: Definition, *, destination_passing_style: bool) -> t
 
 
 def signature_problem(record: Solution, source: bytes | str, definition: Definition) -> str | None:
-    """Return the reason why the Definition's call does not fit the entry point, or None if it fits.
-
-    Args:
-        record: names the function, the calling style and the tunables, which are passed as keyword arguments.
-        source: text of the entry point's file; it parses and defines the function.
-    """
+    """Return the reason why the Definition's call does not fit the entry point, or None if it fits."""
     function = find_function(source, record.spec.entry_function)
     if function is None:
         return None  # bound by an assignment or a decorator: only a call can show it

@@ -60,8 +60,6 @@ def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
     """Parse a JSON text and return its value.
 
     Args:
-        text: a whole file, or one line of it.
-        kind: the expected record, for the message.
         source: its origin (a path, or ``path:line``), for the message.
 
     Raises:

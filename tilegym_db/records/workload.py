@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -116,6 +118,12 @@ class Workload(Record):
                 code="uuid_differs",
             )
         return self
+
+    def matches(self, globs: str | Iterable[str]) -> bool:
+        """Return True if one of the globs matches the uuid, the axes key (``M=1,*``) or a tag."""
+        names = (self.uuid, axes_key(self.axes), *self.tags)
+        patterns = (globs,) if isinstance(globs, str) else globs
+        return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
     def check_against(self, definition: Definition) -> None:
         """Raise :class:`RecordError` if the Workload does not fit the Definition."""

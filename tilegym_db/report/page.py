@@ -183,10 +183,6 @@ def reproduce_command(row: Mapping[str, Any], quote: Callable[[str], str] = shle
     """Return the shell command that verifies the case of a trace again, without empty values.
 
     For a case measured on an input file, return the command that measures it again.
-
-    Args:
-        row: of the evidence.
-        quote: :func:`shlex.quote`, or one that remembers texts.
     """
     if row["blobs_key"]:
         words = ["tilegym-db", "bench", row["solution"], "--workload", row["workload_uuid"], "--force"]

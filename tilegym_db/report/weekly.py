@@ -295,11 +295,7 @@ class RunDiff:
 
 
 def read_diff(store: Store, a: str, b: str) -> RunDiff:
-    """Read two runs by their ids or by prefixes of the ids.
-
-    Raises:
-        NotFoundError: there is no such run, or several runs have this prefix.
-    """
+    """Read two runs by their ids or by prefixes of the ids."""
     known = queries.run_ids(store)
     one, two = (_meant(run, known) for run in (a, b))
     differences = [Difference(row, *change_of(row)) for row in queries.rows_of_two_runs(store, one, two)]

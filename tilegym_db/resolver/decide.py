@@ -105,12 +105,8 @@ def decide(
     """Pick the fastest verified solution for a request, or none.
 
     Args:
-        request: a checked request.
-        table: the published measurements of the request's GPU; None if nothing is published.
-        solutions: the catalog's solutions of the Definition, by name.
         backward: the decision about its backward, for a request in training. Without a kernel for the backward, stock code
             runs forward too, because autograd needs what stock code saves.
-        rule: the rule for a request that was not measured.
         missing: the reason for no table; by default that nothing is published.
     """
     if request.mode == "training" and request.definition.backward_of is None:
@@ -699,8 +695,6 @@ def axes_beyond(
     """Return the axes on which a request may exceed the measured range, or the reason why it may not.
 
     Args:
-        asked: every axis of the request.
-        dtypes: every dtype of the request, which is that of the points.
         points: the axes of the measured points; at least one.
     """
     beyond = []

@@ -252,7 +252,6 @@ class Dispatcher:
 
         Args:
             key: the key of the call; a kernel that fails is put in quarantine for it.
-            args: the arguments of the call.
             allocate: makes the outputs if ``args`` has none.
             growing: the axis whose size is not in the key, and its size.
             launch: the way of launching, if the key does not have it.
@@ -357,11 +356,7 @@ class Dispatcher:
     # -- failing kernels ----------------------------------------------------------------------------------------------
 
     def _failed(self, key: Any, bound: Bound, error: Exception) -> None:
-        """Retire a kernel that raised.
-
-        Raises:
-            SolutionError: an input may already be overwritten, so stock code would compute something else.
-        """
+        """Retire a kernel that raised; raise if an input may already be overwritten, because stock code would then be wrong."""
         failure = self._quarantine(key, str(bound.solution), bound.axes, error)
         bound.retire(failure.summary)
         if not bound.undoes:
@@ -522,7 +517,6 @@ def span_around(size: int, is_alike: Callable[[int], bool]) -> tuple[int, int]:
     """Return the range of sizes around one, within its octave, whose ends have the same decision.
 
     Args:
-        size: the size that was decided.
         is_alike: returns True if another size has the same decision, which is so on an interval around ``size``. It is called
             at most 2 log2(size) times.
     """
@@ -572,12 +566,7 @@ def _is_bound(node: ast.expr, axis: str) -> bool:
 def alike_span(
     axis: str, call: Call, decision: Decision, definition: Definition, choose: Callable[[Call], Decision]
 ) -> tuple[int, int]:
-    """Return the range of sizes of an axis around a call's size that have the same decision.
-
-    Args:
-        axis: an axis of the Definition.
-        choose: decides about the same call with another size.
-    """
+    """Return the range of sizes of an axis around a call's size that have the same decision; ``choose`` decides a size."""
     size = call.axes[axis]
     if not are_bounds_of(axis, definition, decision):
         return size, size

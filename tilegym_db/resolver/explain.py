@@ -189,10 +189,7 @@ def next_step(
 
     Args:
         asked: a slug or a family.
-        here: the slug of this machine; ``cpu`` without a GPU.
-        measured: GPUs with verified traces of the definition.
         waiting: screen passes on ``asked`` that await verification.
-        can_bench: True if PyTorch is installed, which every measurement needs.
     """
     if asked == here or same_gpu(asked, here):
         if not can_bench:

@@ -55,13 +55,8 @@ def check_first_call(
     """Run a kernel and stock code on copies of the arguments of a call, and return the result.
 
     Args:
-        definition: the operator, with its reference and tolerances.
-        dtypes: every dtype of the call.
         launch: the kernel, ``launch(*inputs, *outputs)``.
-        stock: the stock code, called in the same way.
-        inputs: of the call; they are not changed.
         outputs: tensors like the outputs of the call; they are not written.
-        synchronise: waits until the device has done all work.
     """
     import torch
 

@@ -181,11 +181,7 @@ def _code(source: str, name: str) -> CodeType:
 
 
 def size_of(definition: Definition, axis: str) -> tuple[str, int]:
-    """Return the first input that has an axis, and the index of that dimension.
-
-    Raises:
-        ValueError: an output has the axis too, or no input has it.
-    """
+    """Return the first input that has an axis, and the index of that dimension; refuse an axis that outputs have too."""
     if not any(axis in (output.shape or ()) for output in definition.outputs.values()):
         for name in definition.tensor_inputs:
             shape = definition.inputs[name].shape or ()
@@ -227,9 +223,6 @@ def allocate_of(definition: Definition) -> Allocate:
     """Return the function that makes the written outputs of a Definition for inputs in its shapes.
 
     If ``serving.rows`` names an axis, inputs and outputs may have any leading axes in its place.
-
-    Raises:
-        UsageError: the shape of an output does not follow from the inputs.
     """
     serving = definition.serving or Serving()
     key = definition.name, definition.digest, serving.model_dump_json()

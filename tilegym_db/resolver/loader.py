@@ -35,12 +35,7 @@ _LOADING = threading.Lock()
 
 
 def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[..., Any]:
-    """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process.
-
-    Raises:
-        SolutionError: the source on disk is not the verified one, or its import fails.
-        ToolchainError: the solution's language is not installed.
-    """
+    """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process."""
     with _LOADING:
         entry = _LOADED.get(verified_digest)
         if entry is None:
@@ -70,9 +65,6 @@ def load_computer(
     """Return ``compute(*inputs) -> outputs`` of a value-returning solution, without a copy of its outputs.
 
     Args:
-        solution: a solution whose entry point returns the outputs.
-        config: the config to bind.
-        verified_digest: the digest as in :func:`load_verified`, whose errors this raises too.
         promised: tensors (on ``meta``) with the shapes, strides and dtypes that callers rely on. An output with another
             layout, or in memory of an input, is copied into this layout.
     """
@@ -101,11 +93,7 @@ class _PromisedLayout:
         self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
 
     def keep(self, value: Any, inputs: tuple[Any, ...]) -> Any:
-        """Return the value, or a copy if its layout is not the promised one.
-
-        Raises:
-            SolutionError: it has another shape or dtype.
-        """
+        """Return the value, or a copy if its layout is not the promised one; refuse another shape or dtype."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise SolutionError(
                 f"it returned {value.dtype} {list(value.shape)}, not {self.dtype} {list(self.shape)}",

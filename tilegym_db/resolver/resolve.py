@@ -156,11 +156,7 @@ def resolve(
 
 
 def requirements(given: str | Collection[str] | None) -> frozenset[str]:
-    """Return what is required of the bits of kernels.
-
-    Raises:
-        UsageError: a requirement is unknown.
-    """
+    """Return what is required of the bits of kernels, in one order."""
     check_kind(given or (), Collection, "require is a name or a collection of names")
     names = frozenset(
         str(name).replace("-", "_") for name in ((given,) if isinstance(given, str) else given or ()) if name
@@ -222,11 +218,7 @@ def _size(value: Any) -> Any:
 
 
 def _scalar(definition: Definition, name: str, value: Any) -> Scalar:
-    """Return a number of another library as Python's, because only those are compared with verified ranges.
-
-    Raises:
-        UsageError: it is no number.
-    """
+    """Return a number of another library as Python's, because only those are compared with verified ranges."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Integral):
@@ -295,8 +287,6 @@ def call_site(
     """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
-        catalog: the catalog whose solutions may serve the site; it is read once, now.
-        mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
         launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.hot_path.replayed`.
         stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
         backward: the Definition of the gradients that training needs; by default that of all gradients.
@@ -721,11 +711,7 @@ def make_request(
     unavailable: Mapping[str, str] | None = None,
     launch: str = "call",
 ) -> Request:
-    """Return a checked request: the call is bound and fits the Definition.
-
-    Raises:
-        UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
-    """
+    """Return a checked request: the call is bound and fits the Definition."""
     if mode not in MODES:
         raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.", code="mode_unknown")
     if launch not in LAUNCHES:

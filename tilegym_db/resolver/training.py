@@ -51,7 +51,6 @@ class Training:
         """Return the outputs of a kernel, differentiable if grad is enabled.
 
         Args:
-            inputs: in the Definition's shapes and order.
             training: the module's flag. If it is False, the caller may need no gradients, and the reports say how to turn them
                 off.
 
@@ -161,7 +160,6 @@ class _DefinitionPair:
         """Return position of an input -> its gradient.
 
         Args:
-            kept: the values of the call that the pair keeps.
             grads: the gradients of the outputs; None for an output that nothing was computed from.
             like: the shape, dtype and device of each output.
         """
@@ -255,10 +253,6 @@ def training_of(asked: Definition, catalog: Catalog) -> Training | None:
 
     A Definition that overwrites an input has none. Training asks for the Definition that it names in its place; if that does not
     fit, which ``check`` reports, for none.
-
-    Args:
-        asked: the Definition of the call site.
-        catalog: the catalog of backward Definitions, stock code and kernels.
     """
     instead = None if asked.serving is None else asked.serving.in_training
     if instead is not None and instead not in catalog.definitions:

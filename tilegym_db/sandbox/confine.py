@@ -53,15 +53,11 @@ def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> d
     """Apply a level to this process permanently.
 
     Args:
-        spec: the specification of the worker.
         environ: its environment, for the folders of compilers.
         user: the user to become; None to stay.
 
     Returns:
         The applied level, the user, and the process id (in the new namespace, at level 3), for the harness.
-
-    Raises:
-        SandboxError: names the part that the kernel refused.
     """
     level = spec.confinement.level
     _die_first()
@@ -156,12 +152,8 @@ def find_sandbox(
     """Return the first confinement in which a process starts.
 
     Args:
-        tried: confinements, best first.
         start: starts a process under the confinement with that number, ends it, and returns its user.
         refused: the exceptions that ``start`` raises if the process does not start.
-
-    Raises:
-        Exception: one of ``refused``, if the process does not start in the last confinement either.
     """
     reasons: list[str] = []
     for number, choice in enumerate(tried):
@@ -456,11 +448,7 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(options: FilterOptions) -> None:
-    """Filter the calls of this process and its children permanently. ``no_new_privs`` must be set.
-
-    Raises:
-        SandboxError: the kernel has no filters, or the processor is unknown.
-    """
+    """Filter the calls of this process and its children permanently. ``no_new_privs`` must be set."""
     program = build_filter(this_processor(), options)
     instructions = (_Instruction * len(program))(*(_Instruction(*instruction) for instruction in program))
     try:
@@ -529,11 +517,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(grants: Iterable[Grant]) -> None:
-    """Allow only the grants. Paths that do not exist are skipped.
-
-    Raises:
-        SandboxError: the kernel has no Landlock, or one that is too old.
-    """
+    """Allow only the grants. Paths that do not exist are skipped."""
     version = landlock_version()
     if version < MINIMAL_VERSION:
         has = f"has only version {version}" if version else "has none"

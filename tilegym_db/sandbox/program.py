@@ -362,7 +362,6 @@ def main(channel: int, device: str) -> None:
 
     Args:
         channel: descriptor of the socket to the harness.
-        device: ``cpu`` or ``cuda:<n>``.
     """
     _end_with(os.getppid())
     worker = Worker(device)
@@ -404,13 +403,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:
-    """Copy the returned value of a call to the outputs of its slot; return the kind of a mismatch and a sentence, or None.
-
-    Args:
-        returned: one tensor, or several in a tuple or a list.
-        slot: name -> tensor of the buffers.
-        outputs: names of the outputs, in order.
-    """
+    """Copy the returned value of a call to the outputs of its slot; return the kind of a mismatch and a sentence, or None."""
     values = returned if isinstance(returned, tuple | list) else (returned,)
     if len(values) != len(outputs):
         return {"kind": "shape", "what": f"{len(values)} values returned, {len(outputs)} expected"}
@@ -531,7 +524,6 @@ class StateWatch:
         Args:
             packages: the language and reviewed libraries, which may change the process when they are imported. If an import
                 fails, loading the Solution reports it.
-            compiles: the Solution uses torch.compile.
         """
         for package in packages:
             with contextlib.suppress(ImportError):

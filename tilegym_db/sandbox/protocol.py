@@ -90,13 +90,7 @@ class Channel:
 
 
 def load_request(definition: Definition, solution: SolutionFiles, *, interpret: bool) -> dict[str, Any]:
-    """Return the content of a ``load`` request.
-
-    Args:
-            definition: gives the order of the arguments.
-        solution: the record's file and the digest that its source must still have.
-        interpret: run it in its language's interpreter.
-    """
+    """Return the content of a ``load`` request."""
     return {
         "record": str(solution.path),
         "digest": solution.digest,

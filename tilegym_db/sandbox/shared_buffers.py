@@ -78,9 +78,6 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
 
     Inputs that the case puts in the memory of another input have no guard between them, and may interleave with it. Two of
     equal offset, shape and strides are one tensor.
-
-    Raises:
-        RecordError: an input is in the memory of something else than an input with separate memory.
     """
     offset, names = GUARD_BYTES, definition.tensor_inputs
     hosts = {name: place for name, text in case.call.layouts.items() if (place := shared_place(text))}
@@ -264,11 +261,7 @@ class SharedBuffers:
 def attach(
     message: Mapping[str, Any], descriptor: int
 ) -> tuple[torch.Tensor, list[tuple[int, SlotPlan]], Callable[[], None]]:
-    """Attach in the worker and close the descriptor.
-
-    Returns:
-        All bytes, the start and the plan of each call's tensors, and a function that detaches.
-    """
+    """Attach in the worker and close the descriptor."""
     plans = [SlotPlan.from_message(plan) for plan in message["plans"]]
     starts = [number * plans[0].size for number in range(message["slots"])]
     placed = [(0, plan) for plan in plans] if len(plans) > 1 else [(start, plans[0]) for start in starts]
@@ -382,15 +375,8 @@ def _index(device: str) -> int:
 def export_memory(size: int, device: str) -> tuple[torch.Tensor, int, Release]:
     """Allocate device memory and a descriptor that another process can map it by.
 
-    Args:
-        size: bytes wanted; the allocation is rounded up to the driver's granularity.
-        device: ``cuda:<n>``.
-
     Returns:
         The bytes as a tensor, the descriptor, and a function that gives both back.
-
-    Raises:
-        StoreError: the driver refuses.
     """
     index = _index(device)
     with torch.cuda.device(index):
@@ -421,9 +407,6 @@ def import_memory(descriptor: int, size: int, device: str) -> tuple[torch.Tensor
 
     Returns:
         The bytes as a tensor, and a function that unmaps them.
-
-    Raises:
-        StoreError: the driver refuses.
     """
     index = _index(device)
     with torch.cuda.device(index):

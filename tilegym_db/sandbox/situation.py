@@ -58,10 +58,7 @@ class Situation:
         """Return a random situation; the same one for the same seed.
 
         Args:
-            seed: of the call.
-            inputs: names of the tensors that a call only reads.
             multiplies_by_torch: PyTorch multiplies for this Solution, so the precision of its products must stay.
-            on_gpu: the device has streams.
         """
         drawn = random.Random(f"situation {seed}")
         gradients: Gradients = drawn.choice(("on", "off", "off", "inference", "inference"))

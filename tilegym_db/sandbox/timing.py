@@ -65,8 +65,6 @@ class BlockTimer:
         """Time the calls named by ``order``, in that order.
 
         Args:
-            order: keys of ``calls``.
-            calls: what to time.
             restore: runs before each call, outside the timed window.
             finish: takes what the call returned, after the timed window.
         """

@@ -163,12 +163,7 @@ class WorkerProcess:
 
     @property
     def sandbox_level(self) -> int:
-        """The sandbox level that the confining code reports. The property waits until it is known.
-
-        Raises:
-            WorkerTimeout: it did not start in time.
-            WorkerDied: this confinement is not possible here; the message names what the kernel refused.
-        """
+        """The sandbox level that the confining code reports. The property waits until it is known."""
         return int(self._introduction()["level"])
 
     @property
@@ -194,18 +189,7 @@ class WorkerProcess:
             self._ready = True
 
     def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
-        """Send a request and wait for its answer.
-
-        Args:
-            op: what the worker is to do.
-            timeout_s: seconds for sending and answering.
-            descriptors: open files that the worker gets a copy of, in its ``request["descriptors"]``.
-            **content: the rest of the request.
-
-        Raises:
-            WorkerTimeout: no answer in ``timeout_s`` seconds; the worker has been killed.
-            WorkerDied: the process ended or sent something else than the answer; it has been killed.
-        """
+        """Send a request and wait for its answer."""
         try:
             self.wait_until_ready()
             began = time.perf_counter()
@@ -298,10 +282,6 @@ def best_level(device: str) -> Sandbox:
     """Return the best sandbox in which a worker for this device can import PyTorch and, on a GPU, start CUDA.
 
     Tried once per process and device; that takes as long as a worker takes to start, for each level tried.
-
-    Raises:
-        WorkerDied: not even an unconfined worker starts; the message says why.
-        WorkerTimeout: not even that, in time.
     """
     with _trying:
         if device not in _sandboxes:
@@ -355,10 +335,6 @@ class RequestChannel:
             line: as :func:`protocol.encode` gives it.
             descriptors: of the files.
             deadline: of ``time.monotonic()``.
-
-        Raises:
-            ChannelBroken: the worker is gone, or has sent something that it was not asked for.
-            ChannelTimeout: it did not take the request in time.
         """
         if self._buffer or self._says_something():
             raise ChannelBroken("sent something that it was not asked for", code="message_unasked")
@@ -377,12 +353,7 @@ class RequestChannel:
                 rest, descriptors = rest[sent:], ()
 
     def receive(self, expected: int, deadline: float) -> dict[str, Any]:
-        """Return the next message, which must be the answer to request number ``expected``.
-
-        Raises:
-            ChannelBroken: it is another, or none, or breaks the protocol.
-            ChannelTimeout: none came before ``deadline``, of ``time.monotonic()``.
-        """
+        """Return the next message, which must be the answer to request number ``expected``."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
@@ -628,11 +599,7 @@ class _ForkServer:
             )
 
     def fork(self, environment: Mapping[str, str], folder: Path, channel: int) -> SupervisorProcess:
-        """Return a new supervisor. The call waits until the fork server has its imports.
-
-        Raises:
-            ForkServerLost: it ended, or did not answer in time.
-        """
+        """Return a new supervisor. The call waits until the fork server has its imports."""
         packet = json.dumps({"environment": environment, "folder": str(folder)}).encode()
         if len(packet) > MAX_PACKET:
             raise ForkServerLost(
@@ -713,14 +680,8 @@ def start_supervisor(
     """Fork a supervisor, from a fork server that is started with the first one.
 
     Args:
-        environment: of the supervisor and its worker, whole.
         common: the part of it that libraries read when they are imported; a fork server serves those that have it in common.
-        folder: where the supervisor runs.
-        channel: descriptor of the worker's socket, which the supervisor finds as :data:`SUPERVISOR_CHANNEL`.
         compile_cache: for workers that use torch.compile, the folder of :mod:`tilegym_db.backends.compile_cache`.
-
-    Raises:
-        ForkServerLost: the fork server ended, or does not answer, twice.
     """
     for begin, last in ((compile_cache, False), (None, True)):  # a compile cache is worth some time, not a worker
         try:

@@ -38,11 +38,7 @@ def is_draft(path: Path) -> bool:
 
 
 def read_definition_file(path: Path) -> Definition:
-    """Read the Definition of a JSON file or of a draft's folder.
-
-    Raises:
-        RecordError: a file is missing or is not valid; names it, and every fault that was found.
-    """
+    """Read the Definition of a JSON file or of a draft's folder; an error names the file, and every fault that was found."""
     if not path.is_dir():
         return Definition.from_json(read_bytes(path, "definition"), path)
     if not is_draft(path):
@@ -99,14 +95,7 @@ def draft_definition(
     """Return file name -> content of a draft: a valid Definition of that signature, with placeholder maths.
 
     Args:
-        name: of the operator.
-        op_type: its family, such as ``norm``.
         inputs, outputs: as :func:`parse_tensors` returns them.
-        description: what it computes, in a sentence or two.
-
-    Raises:
-        UsageError: an output is no tensor.
-        RecordError: the name or the signature is not one that a Definition can have.
     """
     scalars = [key for key, spec in outputs.items() if spec["shape"] is None]
     if scalars:
@@ -323,9 +312,6 @@ _SPELLING = (
 def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
     """Return name -> ``{"shape": [...], "dtype": ...}``. A scalar has shape None; a tensor has dtype variable T by
     default.
-
-    Raises:
-        UsageError: the text cannot be parsed, a name is repeated, or a dtype is unknown.
     """
     found: dict[str, dict[str, Any]] = {}
     position = 0
@@ -424,11 +410,7 @@ class DraftedCode:
 
 
 def code_files(code: DraftedCode) -> tuple[Definition, dict[str, str]]:
-    """Return the Definition and the files of a draft: file name -> content.
-
-    Raises:
-        RecordError: the signature is not one that a Definition can have.
-    """
+    """Return the Definition and the files of a draft: file name -> content."""
     record = _record_of_code(code)
     reference = _reference_of_code(code)
     (first, *_) = code.outputs

@@ -133,11 +133,7 @@ MODELS = "models"
 
 
 def models_of(config: str) -> list[dict[str, Any]]:
-    """Return the models of a config: the checked-in list by its name, a file with a list, or the config of one model.
-
-    Raises:
-        UsageError: the file cannot be read, or lacks a size.
-    """
+    """Return the models of a config: the checked-in list by its name, a file with a list, or the config of one model."""
     if config == MODELS:
         return list(known_models())
     path = located_config(Path(config))
@@ -179,11 +175,7 @@ def known_models() -> tuple[dict[str, Any], ...]:
 def questions(
     models: Iterable[Sizes], stages: Sequence[Stage] = STAGES, parallel: Sequence[int] = PARALLEL
 ) -> list[Question]:
-    """Return the questions of models at stages, on numbers of GPUs that divide their heads.
-
-    Raises:
-        UsageError: the operators of a model's type are not known.
-    """
+    """Return the questions of models at stages, on numbers of GPUs that divide their heads."""
     return [
         question
         for sizes in models
@@ -515,13 +507,7 @@ def cover_models(
     """Return the points that models need in addition to the catalog's Workloads, and the seconds of one GPU that they cost.
 
     Args:
-        catalog: its Workloads count as measured.
-        models: sizes of models, as in the checked-in list.
         gpu: slug or family whose published traces give the costs; without any, those of an H200.
-        parallel: numbers of GPUs that share a model.
-
-    Raises:
-        UsageError: the operators of a model's type are not known.
     """
     definitions = dict(catalog.definitions)
     known = [workload for name in definitions for workload in catalog.workloads_for(name)]
@@ -542,8 +528,6 @@ def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], know
     """Return the points that answer questions in addition to known points. Each point is needed by a question.
 
     Args:
-        asked: the calls of models.
-        definitions: the catalog's Definitions by name.
         known: points that are measured anyway, such as the catalog's Workloads.
     """
     kinds: dict[tuple[Any, ...], list[tuple[Question, dict[str, int]]]] = {}
@@ -592,11 +576,7 @@ _NO_STAGE = Stage(0, 0, 0)
 def kind_of(
     definition: Definition, dtypes: Mapping[str, str], scalars: Mapping[str, Any], classes: Mapping[str, str]
 ) -> tuple[Any, ...]:
-    """Return what a point must share with a call to stand for it: the Definition, dtypes, scalars that select code, and layouts.
-
-    Args:
-        classes: layout class of each input that is not contiguous.
-    """
+    """Return what a point and a call must share: the Definition, dtypes, scalars that select code, and layout classes."""
     selecting = {
         name: value
         for name, value in scalars.items()
@@ -712,12 +692,7 @@ class Costs:
     runs: int
 
     def of_point(self, latencies_us: Iterable[float], flops: float) -> float:
-        """Return the seconds of a point of an operator that is measured already.
-
-        Args:
-            latencies_us: time of one call of each Solution to measure, stock code included.
-            flops: floating-point operations of one call.
-        """
+        """Return the seconds of a point of an operator that is measured already."""
         pairs = [self.pair_s + self.calls * latency * 1e-6 for latency in latencies_us]
         return self.point_s + sum(pairs) + self.oracle_s * flops / 1e12
 

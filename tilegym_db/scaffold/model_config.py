@@ -40,9 +40,6 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
 
     An id such as ``Qwen/Qwen3.5-0.8B`` names a config in the local cache of the hub. Only JSON is read, so that an invalid file
     is refused before any large import.
-
-    Raises:
-        UsageError: it does not exist, cannot be read, is no JSON, or states no ``model_type``.
     """
     file = path / "config.json" if path.is_dir() else located_config(path)
     try:
@@ -66,11 +63,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def located_config(name: Path) -> Path:
-    """Return a path that exists, or else the config of that model's id in the local cache of the hub. Nothing is downloaded.
-
-    Raises:
-        UsageError: it does not exist and is no id, or the cache has no config of it.
-    """
+    """Return a path that exists, or else the config of that model's id in the local cache of the hub. Nothing is downloaded."""
     if name.exists():
         return name
     spelled = name.as_posix()
@@ -98,12 +91,7 @@ def located_config(name: Path) -> Path:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a model's ``config.json``, with the entries of its text model if it has several parts.
-
-    Raises:
-        RecordError: the file cannot be read, or is no JSON object.
-        UsageError: it has sizes that no model has.
-    """
+    """Read a model's ``config.json``, with the entries of its text model if it has several parts."""
     content = read_bytes(located_config(path), "config")
     try:
         config = json.loads(content)
@@ -205,15 +193,9 @@ def workloads_from_config(
     """Return Workloads of one operator at a model's sizes: one per token count, in the config's dtype.
 
     Args:
-        definition: its axes' descriptions say what they count.
-        config: as :func:`read_model_config` returns it.
-        model: name for the tag ``model:<name>``.
         tokens: sizes of the axis that counts tokens; 1 is tagged ``stage:decode``, others ``stage:prefill``.
         batch: size of an axis that counts sequences.
         axes, scalars: values that win over the config's, and give what it does not have.
-
-    Raises:
-        UsageError: ``axes`` or ``scalars`` name what the Definition does not have, or a scalar of the config is no number.
     """
     _check_known("axes", axes or {}, definition.axes)
     _check_known("scalars", scalars or {}, definition.inputs)

@@ -50,10 +50,6 @@ def draft_solution(definition: Definition, language: str, name: str, author: str
 
     In ``python`` it computes the reference's maths, which are right. In a tile language it copies or clears the first
     output, and the author adds the maths.
-
-    Args:
-        language: one of ``LANGUAGES``.
-        name: of the Solution.
     """
     in_python = language == "python"
     spec = {
@@ -385,11 +381,7 @@ def function_source(function: Callable[..., Any], *, is_bare: bool = False) -> s
     """Return one Python file that defines the function at its top level, under the same name.
 
     Args:
-        function: defined with ``def`` in a file or a cell of a notebook.
         is_bare: leave out decorators, and annotations that name anything other than tensors and builtin types.
-
-    Raises:
-        UsageError: its source is not known, or it uses something that cannot be written into a file; names it.
     """
     if not callable(function) or not hasattr(function, "__name__"):
         raise UsageError(
@@ -403,15 +395,7 @@ def function_source(function: Callable[..., Any], *, is_bare: bool = False) -> s
 
 
 def rewritten_source(functions: Sequence[ast.FunctionDef], scope: Mapping[str, Any], module: str) -> str:
-    """Return one Python file with functions given as syntax trees, and everything of their scope that they use.
-
-    Args:
-        functions: in the order of the file, without decorators.
-        scope: the globals of the code that they were written from.
-
-    Raises:
-        UsageError: they use something that cannot be written into a file; names it.
-    """
+    """Return one Python file with functions given as syntax trees, and everything of their scope that they use."""
     found = _Collected(True)
     own = {function.name for function in functions}
     for function in functions:

@@ -88,11 +88,7 @@ class Answer:
 
 
 def required(module: str) -> Any:
-    """Return a module of an optional package.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Return a module of an optional package; raise :class:`MissingPackageError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -154,11 +150,7 @@ class LinePlot:
 
 
 def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: str, line: str | None) -> LinePlot:
-    """Return one line per value of the column ``line``, without rows that lack a number.
-
-    Raises:
-        UsageError: a column is unknown or holds no numbers, or there are too many lines to distinguish.
-    """
+    """Return one line per value of the column ``line``, without rows that lack a number."""
     for name in filter(None, (x, y, line)):
         if name not in columns:
             raise UsageError(f"no column '{name}'; the answer has {', '.join(columns)}.", code="column_unknown")

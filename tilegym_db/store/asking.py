@@ -92,12 +92,10 @@ def ask(
     """Answer one SQL statement. An interrupt (SIGINT) in the main thread ends it at once.
 
     Args:
-        store: an open store, whose connection limits what the statement can reach.
         text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``). ``DESCRIBE`` of a
             view and ``SHOW TABLES`` say what columns and views mean.
         params: values for ``?`` or ``$name``.
         as_arrow: return a ``pyarrow.Table``, which keeps DuckDB's types, instead of rows.
-        timeout_s: seconds after which the query is stopped; None for no limit.
 
     Raises:
         QueryTimeoutError: the query took longer than ``timeout_s``.
@@ -129,13 +127,7 @@ def ask(
 def interruptible(
     work: Callable[[], _Answer], connection: DuckDBPyConnection, timeout_s: float | None = None
 ) -> _Answer:
-    """Run ``work`` in a thread while this thread waits, so that signals are handled while DuckDB computes.
-
-    Raises:
-        QueryTimeoutError: the work took longer than ``timeout_s``; it was stopped.
-        QueryError: DuckDB refused the query, or ran out of memory.
-        KeyboardInterrupt: raised after the query ended.
-    """
+    """Run ``work`` in a thread while this thread waits, so that signals are handled while DuckDB computes."""
     import duckdb
 
     done = threading.Event()
@@ -297,8 +289,6 @@ def with_comments(text: str, connection: DuckDBPyConnection, views: Sequence[str
     """Return a statement; one that asks for the views or for the columns of a view gives them with comments.
 
     Args:
-        text: a statement of a user.
-        connection: an open database.
         views: the names that users may rely on. Other views and the tables behind them are left out of ``SHOW TABLES``.
     """
     found = _ASKED.fullmatch(text)
@@ -313,11 +303,7 @@ def with_comments(text: str, connection: DuckDBPyConnection, views: Sequence[str
 
 
 def schema_statement(view: str | None, connection: DuckDBPyConnection, views: Sequence[str]) -> str:
-    """Return the statement that gives every column of a view, or of all views, with its type and meaning.
-
-    Raises:
-        QueryError: there is no such view.
-    """
+    """Return the statement that gives every column of a view, or of all views, with its type and meaning."""
     if view is not None and view not in views:
         raise QueryError(
             f"no view '{view}'.{did_you_mean(view, views)} Views: {', '.join(views)}.", code="view_unknown"

@@ -173,10 +173,6 @@ class Store:
         """Answer one SELECT over the views. The answer converts to Arrow, pandas and polars, and displays in a
         notebook.
 
-        Args:
-            text: as for ``tilegym-db sql``.
-            parameters: values for ``?`` or ``$name``.
-
         Raises:
             QueryError: not a single SELECT, or DuckDB refused it.
             StoreError: the store was closed, or opened before a fork.
@@ -241,9 +237,6 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
     one that is idle.
 
     A reader's connection cannot write, access files, load extensions, or change its settings.
-
-    Raises:
-        StoreError: locked, read-only, not a database, or written by a newer DuckDB.
     """
     import duckdb
 
@@ -395,12 +388,7 @@ def _lock_file(database: Path) -> Path:
 
 @contextmanager
 def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
-    """Hold ``<database>.lock``. The kernel releases it when the process ends for any reason.
-
-    Raises:
-        StoreError: another process (or another store of this one, as ``store_open_here``) holds it for longer than
-            ``timeout_s`` seconds, or the folder cannot be written.
-    """
+    """Hold ``<database>.lock``. The kernel releases it when the process ends for any reason."""
     path = _lock_file(database)
     consequence = "Measurements are not lost, they stay in the journals."
     with ExitStack() as held:
@@ -448,11 +436,7 @@ def database_path(place: Path | str | None = None) -> Path:
 
 
 def require_regular(path: Path) -> None:
-    """Raise if the database path is not a regular file: opening a FIFO would never end.
-
-    Raises:
-        StoreError: it is a FIFO, a folder or a device, or DuckDB would interpret a part of the path.
-    """
+    """Raise if the database path is not a regular file: opening a FIFO would never end."""
     if "?" in str(path):
         raise StoreError(
             f"{path}: DuckDB ends the name of a file at a question mark. Choose another folder with TILEGYM_DB_HOME.",
@@ -557,10 +541,10 @@ def _ingest_journals(store: Store) -> None:
 
     A line that is cut off is not named, since its run may still write it. If that was killed, its trace was never acknowledged.
     """
-    from tilegym_db.store.filling import ingest_journals
+    from tilegym_db.store.filling import ingest
     from tilegym_db.store.journal import CUT_OFF
 
-    report = ingest_journals(store)
+    report = ingest(store)
     left_out = (str(line) for line in report.rejected if not line.reason.startswith(CUT_OFF))
     for text in (*left_out, *report.notes):
         _log.warning("%s", text)
@@ -621,11 +605,7 @@ def _connect(
 
 
 def settle(path: Path, lock_timeout_s: float) -> None:
-    """Merge a database's write-ahead log into its file, so that the file is complete.
-
-    Raises:
-        StoreError: as for :func:`open_store`.
-    """
+    """Merge a database's write-ahead log into its file, so that the file is complete."""
     store, _ = _connect(path, False, lock_timeout_s)
     store.close()
 
@@ -635,11 +615,7 @@ def _is_older(meta: dict[str, str]) -> bool:
 
 
 def _checked_meta(store: Store) -> dict[str, str]:
-    """Return the metadata of the store.
-
-    Raises:
-        StoreError: not a database of this package, or one whose tables this version does not know.
-    """
+    """Return the metadata of the store; refuse one of another package, or of tables that this version does not know."""
     if not any(row["table_name"] == "meta" for row in store.rows(statements.TABLE_NAMES)):
         raise StoreError(
             f"{store.path} is not a tilegym-db database. Move it away, or set TILEGYM_DB_HOME elsewhere.",
@@ -669,8 +645,6 @@ def _checked_meta(store: Store) -> dict[str, str]:
 # Two checks confine it. The statement must parse as exactly one SELECT (:mod:`tilegym_db.store.asking`). The connection is
 # read-only, with file access, extensions and settings locked (:mod:`tilegym_db.store.connection`).
 
-_LOCK_TIMEOUT_S = 10.0
-
 
 def run_user_query(
     text: str,
@@ -678,24 +652,13 @@ def run_user_query(
     *,
     path: Path | None = None,
     catalog: Catalog | None = None,
-    lock_timeout_s: float = _LOCK_TIMEOUT_S,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
     as_arrow: bool = False,
     timeout_s: float | None = None,
 ) -> QueryResult:
-    """Answer one SQL statement of the user. An interrupt (SIGINT) in the main thread ends it at once.
+    """Answer one SQL statement of the user.
 
-    Args:
-        text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``).
-        params: values for ``?`` or ``$name``.
-        path, catalog, lock_timeout_s: as for :func:`open_store`.
-        as_arrow: return a ``pyarrow.Table``, which keeps DuckDB's types, instead of rows.
-        timeout_s: seconds after which the query is stopped; None for no limit.
-
-    Raises:
-        QueryTimeoutError: the query took longer than ``timeout_s``.
-        QueryError: not a single SELECT, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
-        StoreError: the database cannot be opened.
-        ModuleNotFoundError: ``as_arrow`` without pyarrow.
+    Arguments and errors are those of :func:`open_store` and of :func:`~tilegym_db.store.asking.ask`.
     """
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
         return ask(store, text, params, as_arrow=as_arrow, timeout_s=timeout_s)
@@ -706,5 +669,5 @@ def run_schema_query(view: str | None = None, *, path: Path | None = None, as_ar
 
     Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
     """
-    with open_store(path, read_only=True, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
+    with open_store(path, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
         return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)

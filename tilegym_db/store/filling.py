@@ -90,12 +90,6 @@ def create_database(
     """Create a complete database and move it to ``path`` in one step, so that no process opens a partial one.
 
     The caller holds the writers' lock.
-
-    Args:
-        path: the target; the journals are those beside it.
-        catalog: source of the records and shipped traces.
-        history: a database whose older definitions and solutions are copied.
-        keep_traces: also copy traces of ``history`` that are neither in the journals nor shipped.
     """
     staging = path.with_name(f".{path.name}.new")
     try:
@@ -145,9 +139,6 @@ def load_home(store: Store, *, trust: bool = False) -> IngestReport:
     """Bring in new files beside the database: journals, model runs, and search logs.
 
     With ``trust``, unsigned journals and model runs (those of older versions) count as well.
-
-    Raises:
-        StoreError: a file cannot be read, or the disk is full.
     """
     load_tuning(store, store.home)
     journals = journal_files(store.home)
@@ -200,7 +191,6 @@ def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = F
     """Bring new traces, model runs and searches into the database.
 
     Args:
-        store: opened for writing, so that it holds the writers' lock.
         files: JSONL files of traces. By default: the journals and search logs beside the database that grew since the
             last time, and the model runs beside it.
         trust: count traces that this installation did not sign as if they were measured here. The column ``origin``
@@ -209,18 +199,10 @@ def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = F
     Returns:
         Counts, and each line that is not a trace. Such a line does not stop the ingest: a killed process leaves one
             behind.
-
-    Raises:
-        StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
     """
     if files:
         return load_traces(store, files, trust=trust)
     return load_home(store, trust=trust)
-
-
-def ingest_journals(store: Store) -> IngestReport:
-    """Run :func:`ingest` on the journals beside the database."""
-    return ingest(store)
 
 
 def rebuild(
@@ -230,10 +212,6 @@ def rebuild(
 
     If the old database can be read, older definitions and solutions are copied, and so are the traces that were ingested from
     other files or synced. The notes of the report say how many, and what was left out.
-
-    Raises:
-        StoreError: another process has the database open, it is newer than this version, or the disk is full; the old
-            database is then left as it was.
     """
     path = database_path(path)
     require_regular(path)
@@ -281,15 +259,6 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
 
     The passes that the failure took back count again, unless another failure takes them back. The failure itself stays, and
     both are published, so that other stores do the same.
-
-    Args:
-        store: opened for writing.
-        trace_id: the failed trace, by a prefix of its id.
-        reason: the cause of the failure, if not the Solution; a person reads it.
-
-    Raises:
-        NotFoundError: the store has no such trace.
-        UsageError: several traces have this prefix, the trace is no failure, or there is no reason.
     """
     if not reason.strip():
         raise UsageError("a failure is overruled for a reason only: --because 'TEXT'.", code="reason_missing")
@@ -334,12 +303,7 @@ def overrule(store: Store, trace_id: str, reason: str) -> Trace:
 
 
 def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:
-    """Reload ``parts`` from their sources.
-
-    Raises:
-        RecordError: a record of the catalog, or a file of peaks, is not valid.
-        StoreError: the disk is full.
-    """
+    """Reload ``parts`` from their sources."""
     refused: list[str] = []
     checked = Checked(catalog)
     with store.transaction("bring the catalog into") as connection:

@@ -28,11 +28,7 @@ _UNFINISHED = ".new-"
 
 
 def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
-    """Return the lock under which one process at a time adds or removes data sets.
-
-    Raises:
-        StoreError: another holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
-    """
+    """Return the lock under which one process at a time adds or removes data sets."""
     manifests = imported_folder(home) / "manifests"
     return hold_lock(manifests.with_name("manifests.lock"), manifests, max(timeout_s, 0.0), "Nothing was changed.")
 
@@ -76,14 +72,7 @@ def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, rep
     """Store a data set; return False if exactly this one exists. The caller holds :func:`import_lock`.
 
     Args:
-        found: the data set as read; every file's digest is that of the checked bytes.
         sources: path in the data set -> the file to copy from.
-        home: the store's folder.
-        replace: replace another data set of the same origin.
-
-    Raises:
-        UsageError: the name is not valid, or a data set of that origin has other content.
-        StoreError: a file changed since it was read, the disk is full, or the folder cannot be written.
     """
     check_name(found.name)
     manifest_path = _manifest_path(found, home)
@@ -123,10 +112,6 @@ def forget_data_set(home: Path, origin: str) -> tuple[str, int]:
     """Remove a data set and the bytes that no other one holds, even if its records cannot be read.
 
     Return its origin and the number of removed files. The caller holds :func:`import_lock`.
-
-    Raises:
-        NotFoundError: no data set has that origin.
-        UsageError: several dialects have one of that name.
     """
     manifest = manifest_of(home, origin)
     folder = manifest.parent
@@ -283,11 +268,7 @@ class DataSet:
         return {file.path: file for file in self.files}
 
     def content(self, path: str) -> bytes:
-        """Return the exact bytes of one of its files.
-
-        Raises:
-            StoreError: the bytes are missing, or differ from those imported.
-        """
+        """Return the exact bytes of one of its files, checked against those imported."""
         return read_object(self.home, self.files_by_path[path])
 
     def line(self, record: StoredRecord) -> bytes:
@@ -353,23 +334,12 @@ def data_sets(home: Path) -> list[DataSet]:
 
 
 def data_set(home: Path, origin: str) -> DataSet:
-    """Return one data set by its origin, or by its name alone if that is unique.
-
-    Raises:
-        NotFoundError: no data set has that origin; suggests the nearest.
-        UsageError: several dialects have one of that name.
-        StoreError: it cannot be read.
-    """
+    """Return one data set by its origin, or by its name alone if that is unique."""
     return _read_data_set(manifest_of(home, origin), home)
 
 
 def manifest_of(home: Path, origin: str) -> Path:
-    """Return the path of one data set's manifest.
-
-    Raises:
-        NotFoundError: no data set has that origin; suggests the nearest.
-        UsageError: several dialects have one of that name.
-    """
+    """Return the path of one data set's manifest; without one, suggest the nearest origin."""
     paths = {_origin(path): path for path in imported_manifests(home)}
     fitting = [known for known in paths if origin in (known, known.partition(":")[2])]
     if len(fitting) > 1:

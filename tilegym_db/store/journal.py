@@ -86,11 +86,7 @@ class RunFile:
         self._descriptor = _open_for_append(self.path)
 
     def append_line(self, line: bytes) -> None:
-        """Write one line, which ends with its newline, and wait until it is on disk.
-
-        Raises:
-            StoreError: the disk is full or gone; the file then ends with its last whole line.
-        """
+        """Write one line, which ends with its newline, and wait until it is on disk."""
         end = os.fstat(self._descriptor).st_size
         try:
             write_fully(self._descriptor, line)
@@ -129,12 +125,7 @@ class Journal(RunFile):
         super().__init__("runs", run_id, home)
 
     def append(self, trace: Trace) -> None:
-        """Write one trace as one signed line, and wait until it is on disk.
-
-        Raises:
-            RecordError: the trace holds NaN or infinity, which JSON cannot represent.
-            StoreError: the disk is full or gone; the journal then ends with its last whole line.
-        """
+        """Write one trace as one signed line, and wait until it is on disk."""
         try:
             line = signed_line(self.home, trace.to_json())
         except ValueError as error:
@@ -205,9 +196,6 @@ def read_journal(path: Path) -> JournalContent:
     """Read every trace of a journal or of a published file, and each other line with the reason.
 
     Signatures are not checked here: :mod:`tilegym_db.store.journal` does that.
-
-    Raises:
-        StoreError: the file cannot be read.
     """
     try:
         content = read_bytes(path, "journal", limit=None)
@@ -332,9 +320,6 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
 
     Keys that this version does not know are ignored, since a newer version may have written a journal. Traces that this
     installation did not sign are foreign: they are shown, but count only with ``trust``.
-
-    Raises:
-        StoreError: a file cannot be read, or the disk is full.
     """
     if not files:
         return IngestReport()
@@ -398,9 +383,6 @@ def joined(batch: Batch, target: Path, small_bytes: int = SMALL) -> Sequence[Pat
     """Write the lines in memory and small files into one file, ``target``, and return it with the large ones.
 
     DuckDB takes 2 ms to open a file, and a tenth of that to read it.
-
-    Raises:
-        StoreError: the disk is full.
     """
     large: list[Path] = []
     with _writing(target), target.open("wb") as out:

@@ -151,7 +151,7 @@ def publish(
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
     audience: Audience = "this user" if folder == users else "others"
-    shipped = _shipped_unconfined(store, gpu) if folder == users else frozenset()
+    shipped = shipped_keys(publishing.unconfined_definitions(store, gpu)) if folder == users else frozenset()
     promoted, refused = publishing.promoted_rows(store, gpu, shipped, audience=audience)
     rows = [row for row in promoted if row["solution_digest"] not in without]
     failures = publishing.revoking_rows(store, gpu)
@@ -166,7 +166,8 @@ def publish(
     runs: list[ModelRun] = []
     if folder != users:
         runs = publishing.publishable_model_runs(store, gpu)
-        left_out |= _runs_left_out(store, gpu)
+        kept_back = publishing.kept_back_runs(store, gpu)
+        left_out |= {RUNS_KEPT_BACK[reason]: count for reason, count in kept_back.items()}
     contents |= {folder / name: text.encode() for name, text in model_texts(runs).items()}
     sm = [*rows, *failures][0]["sm"]
     with writing(folder.parents[1]):
@@ -215,12 +216,7 @@ def _one_gpu(asked: str, traced: list[str]) -> str:
 
 
 def publish_all(store: Store, gpu: str) -> list[PublishReport]:
-    """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and
-    ``h100-pcie``.
-
-    Raises:
-        NotFoundError, StoreError: as for :func:`publish`.
-    """
+    """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``."""
     return [publish(store, slug) for slug in gpus_meant(gpu, measured.traced_gpus(store)) or [gpu]]
 
 
@@ -262,18 +258,9 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
     return found.origin != "foreign" and dict(found.files) == dict(files)
 
 
-def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """Return the shipped sources of Definitions verified here by unconfined workers. Usually there are none."""
-    return shipped_keys(publishing.unconfined_definitions(store, gpu))
-
-
 def _left_out(store: Store, gpu: str, refused: Mapping[str, int]) -> dict[str, int]:
     counts = {**publishing.not_verified(store, gpu), **refused, "screened": measured.count_unverified(store, gpu=gpu)}
     return {_LEFT_OUT[code]: counts[code] for code in _LEFT_OUT if counts.get(code)}
-
-
-def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
-    return {RUNS_KEPT_BACK[reason]: count for reason, count in publishing.kept_back_runs(store, gpu).items()}
 
 
 def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> NotFoundError:
@@ -346,11 +333,7 @@ _TRACES = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl\.gz")
 
 
 def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
-    """Add the table of kernels verified here on one GPU slug or family; return the names of the new files.
-
-    Raises:
-        StoreError: the data set cannot be reached or written, or ``store`` is behind the catalog.
-    """
+    """Add the table of kernels verified here on one GPU slug or family; return the names of the new files."""
     if store.stale is not None:
         raise StoreError(f"cannot share a resolver table: {store.stale}", code="store_stale")
     slugs = gpus_meant(gpu, measured.traced_gpus(store))
@@ -435,9 +418,6 @@ def fetch_tables(home: Path, place: SharedPlace, *, trust: bool = False) -> Fetc
     """Fetch the newest complete table of each GPU and writer into the home folder; with ``trust`` they may serve.
 
     A table is fetched completely or not at all. If one of its files differs from its lock, the previous table counts.
-
-    Raises:
-        StoreError: the data set cannot be reached, or the home folder cannot be written.
     """
     report = FetchedTables()
     locks: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -489,11 +469,7 @@ def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
 
 
 def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: str) -> dict[str, bytes]:
-    """Return the files of a table, each checked against its lock and for valid traces of that GPU.
-
-    Raises:
-        RecordError: the lock, or a file that it names, is not valid, or of a newer version.
-    """
+    """Return the files of a table, each checked against its lock and for valid traces of that GPU."""
     content = _fetched(place, f"{FOLDER}/{name}")
     if sha256(content) != digest:
         raise RecordError(

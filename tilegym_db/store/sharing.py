@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,6 @@ def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) 
     """Add new traces measured here to the data set, of one GPU slug or family or of all.
 
     Shipped traces and traces of other installations are not shared. Each GPU's traces become one file.
-
-    Raises:
-        StoreError: the data set cannot be reached, was written by a newer version, or cannot be written.
     """
     traces = own_traces(store, gpu)
     known, problems = _own_traces_in(store, data_set)
@@ -93,10 +90,6 @@ def sync_traces(
     Traces signed by this installation are local. All others are foreign: they are shown, but count only with ``trust``.
     With ``again`` (by default equal to ``trust``) all files are read again, since they may have been read without
     trust.
-
-    Raises:
-        StoreError: the data set is empty, cannot be reached, or was written by a newer version; then nothing at all was
-            brought in.
     """
     files = data_set.files()
     if not files:
@@ -139,11 +132,6 @@ def query_data_set(
     """Answer one SQL statement over the traces of a data set and the shipped ones, in a separate cached store.
 
     Each file is read once. If the data set lost a file that was read, the store is rebuilt.
-
-    Raises:
-        StoreError: as :func:`sync_traces`; also if a file of the data set is not valid, since answers would be
-            incomplete.
-        QueryError: as :func:`~tilegym_db.store.connection.run_user_query`.
     """
     data_set = SharedDataSet(uri)
     catalog = Catalog.default(trust_foreign=trust)
@@ -228,7 +216,6 @@ class SharedDataSet:
         """Open the data set without accessing the address.
 
         Args:
-            uri: the address.
             max_others: a folder with more files of other kinds is no data set.
 
         Raises:
@@ -240,11 +227,7 @@ class SharedDataSet:
         self.place = SharedPlace(uri)
 
     def files(self) -> list[DataFile]:
-        """Return every file, by name; an empty list before the first write.
-
-        Raises:
-            StoreError: the address cannot be reached or listed to its end.
-        """
+        """Return every file, by name; an empty list before the first write."""
         from pyarrow import fs
 
         found = []
@@ -291,11 +274,7 @@ class SharedDataSet:
             raise self.place.refused("list", error) from None
 
     def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
-        """Return the trace ids in the files, and the reason for each invalid file.
-
-        Raises:
-            StoreError: as :meth:`rows`.
-        """
+        """Return the trace ids in the files, and the reason for each invalid file."""
         known: set[str] = set()
         problems = []
         for file in files:
@@ -305,11 +284,7 @@ class SharedDataSet:
         return known, problems
 
     def rows(self, file: DataFile) -> tuple[list[Row], str]:
-        """Return the rows of a file; no rows and the reason if it is cut off or does not match its name.
-
-        Raises:
-            StoreError: it was written by a newer version, or cannot be fetched.
-        """
+        """Return the rows of a file; no rows and the reason if it is cut off or does not match its name."""
         table, problem = self._read(file, ["record", "signature"])
         if table is None:
             return [], problem
@@ -320,11 +295,7 @@ class SharedDataSet:
         return rows, ""
 
     def add(self, rows: Sequence[Row], gpu: str) -> str | None:
-        """Write rows of one GPU slug as one complete file; return its name, or None if it exists.
-
-        Raises:
-            StoreError: it cannot be written; no part of it remains.
-        """
+        """Write rows of one GPU slug as one complete file; return its name, or None if it exists."""
         import pyarrow.parquet as parquet
 
         rows = sorted(rows, key=lambda row: row.record)
@@ -372,14 +343,9 @@ def _table(rows: Sequence[Row]) -> Any:
     schema = pyarrow.schema(
         [(name, pyarrow.string()) for name in COLUMNS], metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()}
     )
-    return pyarrow.Table.from_pylist(list(_records(rows)), schema=schema)
-
-
-def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        trace = json.loads(row.record)
-        columns = {name: trace.get(name) for name in COLUMNS}
-        yield {**columns, "record": row.record, "signature": row.signature}
+    traces = [(row, json.loads(row.record)) for row in rows]
+    records = [{**{name: trace.get(name) for name in COLUMNS}, **vars(row)} for row, trace in traces]
+    return pyarrow.Table.from_pylist(records, schema=schema)
 
 
 # ---- exchange -------------------------------------------------------------------------------------
@@ -461,11 +427,7 @@ def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
 
 
 def remember_own_traces(home: Path, uri: str, found: OwnTraces, files: Iterable[DataFile]) -> None:
-    """Write which traces of each file are our own, for the files that the data set still has.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Write which traces of each file are our own, for the files that the data set still has."""
     present = {(file.name, file.size) for file in files}
     lines = [[name, size, sorted(ids)] for (name, size), ids in sorted(found.items()) if (name, size) in present]
     with writing(home / FOLDER):

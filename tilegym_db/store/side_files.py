@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import re
-import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -19,14 +17,13 @@ from pydantic import AwareDatetime, Field
 from tilegym_db.catalog import Broken, Catalog
 from tilegym_db.catalog.record_files import warn_once
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import decode, read_bytes, regular_files, write_atomically, writing
+from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import (
     MODELS_SUFFIX,
     loop_folder,
     own_peaks_files,
     own_tuning_files,
-    pattern_files,
     published_model_files,
     published_peaks_files,
     published_tuning_files,
@@ -34,7 +31,7 @@ from tilegym_db.published.input_files import (
 )
 from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
 from tilegym_db.records.base import Record
-from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Pattern, Task
+from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Task
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, parse_object
@@ -49,6 +46,7 @@ from tilegym_db.store.journal import (
     numbered_lines,
     remember_files,
 )
+from tilegym_db.store.patterns import read_patterns
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -113,12 +111,7 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
     """Return every step of a GPU, oldest first. A config on an unreadable line, such as a torn one, is tried again.
 
     Args:
-        home: the folder of the store.
-        gpu: a slug.
         catalog: whose published steps count too; None for none.
-
-    Raises:
-        StoreError: a file cannot be read.
     """
     published = published_tuning_files(catalog) if catalog is not None else []
     trust = catalog is not None and catalog.trust_foreign
@@ -138,11 +131,7 @@ def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> l
 
 
 def load_tuning(store: Store, home: Path) -> None:
-    """Load the search logs that grew since the last time.
-
-    Raises:
-        StoreError: a file cannot be read, or the disk is full.
-    """
+    """Load the search logs that grew since the last time."""
     grown = grown_files(store, own_tuning_files(home))
     if not grown:
         return
@@ -198,11 +187,7 @@ def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
 
 
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
-    """Store a calibration of this machine and return its file. The database loads it when it is next opened.
-
-    Raises:
-        StoreError: the folder cannot be written.
-    """
+    """Store a calibration of this machine and return its file. The database loads it when it is next opened."""
     folder = home or default_home()
     path = folder / "peaks" / f"{peaks.gpu}-{peaks.timestamp:%Y%m%dT%H%M%S%f}.json"
     with writing(folder):
@@ -269,11 +254,7 @@ def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
 
 
 def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
-    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``.
-
-    Raises:
-        RecordError: it is not a run, or cannot be read.
-    """
+    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``."""
     content = parse_object(read_bytes(path, "model run"), ModelRun.kind, path)
     claimed = content.pop(_KEY, None) if isinstance(content, dict) else None
     run = ModelRun.from_parsed(content, path)
@@ -374,11 +355,7 @@ _INSERT = """INSERT INTO loop_records
 
 @contextmanager
 def loop_lock(home: Path | None = None) -> Iterator[None]:
-    """Hold the lock of the journals, so that read records stay current until the next append.
-
-    Raises:
-        StoreError: another process holds it for a minute, or the folder cannot be written.
-    """
+    """Hold the lock of the journals, so that read records stay current until the next append."""
     with writing(loop_folder(home)):
         yield
 
@@ -394,11 +371,7 @@ def append(record: Record, home: Path | None = None) -> None:
 
 
 def journaled(kind: type[R], home: Path | None = None) -> list[R]:
-    """Return every record of a kind in writing order, without invalid lines.
-
-    Raises:
-        StoreError: the journal cannot be read.
-    """
+    """Return every record of a kind in writing order, without invalid lines."""
     return [record for _, record in _numbered(kind, _path(kind, home))]
 
 
@@ -439,11 +412,7 @@ def loop_journals(home: Path) -> dict[Path, type[Record]]:
 
 
 def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
-    """Return the invalid lines of a journal with their reasons.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the invalid lines of a journal with their reasons."""
     return [found for _, found in _lines(kind, path) if isinstance(found, RejectedLine)]
 
 
@@ -489,222 +458,3 @@ def _plain(record: Record) -> dict[str, Any]:
 def latest(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Attempt]:
     """Return (task, number) -> the newest line of that attempt, in the order of arrival."""
     return {(attempt.task, attempt.number): attempt for attempt in attempts}
-
-
-# ---- loop queries ---------------------------------------------------------------------------------
-# Each query is one named text and one function with bound parameters.
-
-VERIFIED_ON = """
-    SELECT workload_uuid, solution, role, trace_id, latency_us, sol_us FROM best_per_solution
-    WHERE gpu = $gpu AND definition = $definition AND list_contains($uuids::VARCHAR[], workload_uuid)
-    ORDER BY workload_uuid, latency_us, trace_id
-"""
-VERIFIED_BASELINES = """
-    SELECT definition_digest, workload_uuid, gpu, solution, latency_us FROM best_per_solution
-    WHERE role = 'baseline' AND list_contains($digests::VARCHAR[], definition_digest)
-"""
-AWARDS = """
-    FROM promotions
-    WHERE $gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu)
-    ORDER BY id
-"""
-TASKS = "FROM tasks ORDER BY created, id"
-TRACES_OF_SOURCE = """
-    SELECT trace_id FROM traces
-    WHERE solution_digest = $digest AND definition_digest = $definition_digest AND gpu = $gpu
-        AND list_contains($uuids::VARCHAR[], workload_uuid) AND list_contains($tiers::VARCHAR[], tier)
-        AND is_counted(origin, trusted)
-    ORDER BY timestamp, trace_id
-"""
-CITED_TRACES = """
-    SELECT
-        c.trace_id, t.trace_id IS NOT NULL AS is_here, t.status,
-        EXISTS (FROM revocations r WHERE takes_back(r, t)) AS is_revoked
-    FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
-"""
-RUNS_OF_MODELS = """
-    SELECT run_id, origin, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
-    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) AND is_counted(origin, trusted)
-    ORDER BY timestamp DESC
-"""
-TIMED_PASSES = """
-    SELECT definition, definition_digest, solution, gpu, axes, dtypes, latency_us FROM verified
-    WHERE latency_us > 0 ORDER BY definition, gpu, solution, axes_key
-"""
-
-TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
-CITED_CASES = """
-    SELECT gpu || '/' || solution || '/' || axes_key AS case_name,
-        bool_or(trace_id IN (SELECT trace_id FROM verified)) AS is_verified
-    FROM traces WHERE status = 'PASSED' AND tier = 'promotion'
-        AND list_contains($cases::VARCHAR[], gpu || '/' || solution || '/' || axes_key)
-    GROUP BY ALL
-"""
-CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
-
-
-def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> list[dict[str, Any]]:
-    """Return each Solution's fastest verified trace on each given Workload, by Workload, fastest first."""
-    return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
-
-
-def verified_baselines(
-    store: Store, definition_digests: Collection[str]
-) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Return (definition digest, Workload, GPU) -> baseline -> its verified latency in microseconds."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in store.rows(VERIFIED_BASELINES, {"digests": [*definition_digests]}):
-        case = row["definition_digest"], row["workload_uuid"], row["gpu"]
-        found.setdefault(case, {})[row["solution"]] = row["latency_us"]
-    return found
-
-
-def award_rows(store: Store, gpus: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return every award, or those on some GPUs, with its current state, by id."""
-    return store.rows(AWARDS, {"gpus": gpus})
-
-
-def task_rows(store: Store) -> list[dict[str, Any]]:
-    """Return all tasks in the order of creation."""
-    return store.rows(TASKS)
-
-
-def traces_of_source(
-    store: Store, digest: str, definition_digest: str, gpu: str, uuids: list[str], tiers: Collection[str]
-) -> list[str]:
-    """Return the ids of the traces of one source on some Workloads in some tiers, under any name, oldest first."""
-    rows = store.rows(
-        TRACES_OF_SOURCE,
-        {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},
-    )
-    return [row["trace_id"] for row in rows]
-
-
-def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
-    """Return the measurements of a whole model, newest first."""
-    return store.rows(RUNS_OF_MODELS, {"model": model, "gpus": gpus})
-
-
-def traced_digests(store: Store) -> dict[str, set[str]]:
-    """Return Definition -> its digests in traces that count."""
-    found: dict[str, set[str]] = {}
-    for row in store.rows(TRACED_DIGESTS):
-        found.setdefault(row["definition"], set()).add(row["definition_digest"])
-    return found
-
-
-def timed_passes(store: Store) -> dict[str, list[dict[str, Any]]]:
-    """Return digest of a Definition -> its verified passes with a time: solution, GPU, axes, dtypes, latency_us."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in store.rows(TIMED_PASSES):
-        found.setdefault(row["definition_digest"], []).append(row)
-    return found
-
-
-def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
-    """Return for each id: whether the trace exists, its status, and whether a failure revoked it."""
-    return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
-
-
-def cited_cases(store: Store, cases: list[str]) -> dict[str, bool]:
-    """Return ``GPU/SOLUTION/AXES`` -> True if today's source is verified there, for cases that were ever verified."""
-    return {row["case_name"]: row["is_verified"] for row in store.rows(CITED_CASES, {"cases": cases})}
-
-
-def cited_searches(store: Store) -> set[str]:
-    """Return ``GPU/SOLUTION`` of every recorded config search with today's sources."""
-    return {row["search"] for row in store.rows(CITED_SEARCHES)}
-
-
-# ---- pattern pages --------------------------------------------------------------------------------
-# Reads the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section per pattern.
-# A section is a second-level heading, then a block of TOML with the ``name`` of the pattern and the keys of
-# :class:`~tilegym_db.records.loop.Pattern`, then the advice.
-
-_SECTION = re.compile(
-    r"\A## (?P<title>[^\n]+)\n\s*```toml\n(?P<keys>.*?)^```\n(?P<text>.*)\Z", re.DOTALL | re.MULTILINE
-)
-_LINE = re.compile(r"^(?:(?P<fence>```)|(?P<heading>## ))", re.MULTILINE)
-
-
-def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
-    """Read the patterns, sorted by id, and the reason for each section or page that is left out.
-
-    If two pages have a pattern of the same id, that of the first root counts.
-    """
-    found: dict[str, Pattern] = {}
-    refused: list[str] = []
-    for path in pattern_files(catalog):
-        try:
-            sections = _sections(path)
-        except RecordError as error:
-            refused.append(str(error))
-            continue
-        names: set[str] = set()
-        for line, section in sections:
-            try:
-                pattern = _pattern(section, path.stem, f"{path}:{line}")
-                if pattern.id in names:
-                    raise RecordError(
-                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name.",
-                        code="pattern_repeated",
-                    )
-            except RecordError as error:
-                refused.append(str(error))
-            else:
-                names.add(pattern.id)
-                found.setdefault(pattern.id, pattern)
-    return [found[name] for name in sorted(found)], refused
-
-
-def _sections(path: Path) -> list[tuple[int, str]]:
-    """Split a page at its second-level headings: line number and text of each section.
-
-    Raises:
-        RecordError: the page cannot be read, or has no section; names the file.
-    """
-    text = decode(read_bytes(path, "pattern"), path)
-    starts, fenced = [], False
-    for match in _LINE.finditer(text):
-        if match["fence"]:
-            fenced = not fenced
-        elif not fenced:
-            starts.append(match.start())
-    if not starts:
-        raise RecordError(
-            f"{path}: each pattern on this page needs a section '## TITLE', and the page has none.",
-            code="pattern_missing",
-        )
-    ends = [*starts[1:], len(text)]
-    return [(text.count("\n", 0, start) + 1, text[start:end]) for start, end in zip(starts, ends, strict=True)]
-
-
-def _pattern(section: str, language: str, place: str) -> Pattern:
-    """Return the pattern of a section.
-
-    Raises:
-        RecordError: the section has no block of TOML, or the record is not valid; names the file and the line.
-    """
-    parts = _SECTION.match(section.rstrip() + "\n")
-    if parts is None:
-        raise RecordError(
-            f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.", code="pattern_syntax"
-        )
-    try:
-        keys = tomllib.loads(parts["keys"])
-    except tomllib.TOMLDecodeError as error:
-        raise RecordError(f"{place}: its keys are not valid TOML: {error}.", code="toml_syntax") from None
-    taken = sorted(keys.keys() & {"digest", "id", "language", "text", "title"})
-    if taken:
-        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.", code="key_of_page")
-    return Pattern.from_dict(
-        {
-            **{key: value for key, value in keys.items() if key != "name"},
-            "id": f"{language}/{keys.get('name', '')}",
-            "language": language,
-            "title": parts["title"].strip(),
-            "digest": hashlib.sha256(section.strip().encode()).hexdigest(),
-            "text": parts["text"].strip(),
-        },
-        place,
-    )

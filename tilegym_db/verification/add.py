@@ -115,12 +115,7 @@ def add(
 
 
 def kind_of(path: Path) -> Literal["definition", "solution", "workload"]:
-    """Return the kind of the records in a file or folder, from its suffix or the keys of its object.
-
-    Raises:
-        UsageError: the path does not exist, or has none of these kinds.
-        RecordError: the file cannot be read, or is not JSON.
-    """
+    """Return the kind of the records in a file or folder, from its suffix or the keys of its object; refuse others."""
     if not file_of(path).exists():
         raise UsageError(f"{path}: there is no such file or folder.", code="file_missing")
     if path != file_of(path):
@@ -152,10 +147,6 @@ def kind_of(path: Path) -> Literal["definition", "solution", "workload"]:
 
 def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     """Add a Definition and the Workloads of its draft, after its reference ran once on small inputs.
-
-    Args:
-        path: the JSON file of a Definition, or the folder of a draft.
-        catalog: see :func:`add`.
 
     Raises:
         RecordError: the Definition or one of its Workloads is invalid, or the reference fails.
@@ -204,7 +195,6 @@ def add_solution(
     Args:
         path: a ``.py`` file that defines ``run``, a folder with ``solution.json``, or one Solution of a family: its
             ``.json``, or ``family.json#<solution>``.
-        definition, language, name, author, description, replace, catalog: see :func:`add`.
 
     Raises:
         RecordError: the Solution is invalid, does not fit its Definition, or the static scan refuses it.
@@ -248,13 +238,8 @@ def read_draft(
     """Return the Solution of a file or folder with its sources, after every check except the scan.
 
     Args:
-        path: as for :func:`add_solution`.
         catalog: has the Definition, and the shared code that a ``.py`` file imports.
-        definition, language, name, author, description: see :func:`add`.
         entry: the function of a ``.py`` file that is called; a record names its own.
-
-    Raises:
-        RecordError, NotFoundError, UsageError: as :func:`add_solution`.
     """
     language = None if language is None else normalise_language(language)
     if path.is_dir() or path.suffix == ".json" or of_family_file(path):
@@ -340,7 +325,6 @@ def with_shared_code(sources: Sources, roots: Sequence[Path]) -> Sources:
     """Return sources with the shared code that they import, directly or through other shared code.
 
     Args:
-        sources: path -> bytes. One that does not parse imports nothing here; its reader reports it.
         roots: of the catalog; ``from _lib.triton.scale import x`` reads ``solutions/_lib/triton/scale.py`` of the first.
     """
     found, waiting = dict(sources), list(sources)
@@ -439,12 +423,7 @@ def _appended(workloads: Sequence[Workload], blobs_from: Path, catalog: Catalog)
 
 
 def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None) -> list[Workload]:
-    """Read the Workloads of a file and check each against its Definition, which may be a draft outside the catalog.
-
-    Raises:
-        RecordError: a line is not a valid Workload of its Definition; the message names file, line and key.
-        NotFoundError: a line names an unknown Definition.
-    """
+    """Read the Workloads of a file and check each against its Definition, which may be a draft outside the catalog."""
     workloads = []
     for where, text in _split_objects(file, read_bytes(file, "workload file", WORKLOAD_BYTES)):
         workload = Workload.from_json(text, where)

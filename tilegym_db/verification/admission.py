@@ -48,11 +48,9 @@ def _run_confined(op: str, definition: Definition, where: object, what: str, lim
 
     Args:
         op: ``run once`` or ``self test``.
-        definition: the record whose texts run.
         where: the file or name of the record, for the message of the scan.
         what: the name of the code that runs, for other messages: ``rms_norm: the reference``.
         limit_s: seconds, counted from the moment when the worker is ready.
-        content: the rest of the request.
 
     Raises:
         RecordError: the scan refuses a text; or the code raised one, did not finish in time, or ended its process.
@@ -135,10 +133,6 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
     """Run the reference on the smallest inputs that the Definition allows, in its first dtypes, for at most 30 s.
 
     It runs in the best sandbox of this machine, and only if the static scan finds nothing in the texts of the record.
-
-    Raises:
-        RecordError: the scan refuses a text; or the reference raises, ends its process, does not finish, or returns other
-            outputs than declared.
     """
     _run_confined("run once", record, file, f"{file}: reference: it", limit_s or TRIAL_LIMIT_S, file=str(file))
 
@@ -149,14 +143,6 @@ def require_returning_reference(
     """Run a reference of :meth:`Catalog.untried` in a child process, once per digest, before this process uses it.
 
     A success is remembered in the user's cache folder, because starting a process with PyTorch takes seconds.
-
-    Args:
-        record: the Definition.
-        path: its file.
-        run: runs the reference in a child process.
-
-    Raises:
-        RecordError: see :func:`run_reference_once`.
     """
     known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
     if record.digest in _RETURNED or os.path.exists(known):

@@ -309,14 +309,10 @@ def fuzz_cases(
     They do so as far as the Solution's layouts, the constraints and the Definition's special values allow.
 
     Args:
-        definition: its constraints hold for every case.
-        solution: its constraints hold too, and only its declared shapes and layouts are used.
         anchors: sizes of real workloads. Every second case takes some axes from one, so that a special case for a shape
             cannot recognise a fuzz case by its unusual sizes.
-        dtypes: the dtype binding in use.
         scalars: scalar inputs by name; continuous ones are varied around their values.
         count: maximum number of cases; fewer or none if the constraints leave no more.
-        seed: secret of this run.
         max_rows: maximum rows of the largest tensor, over all axes except the last. Below ``MAX_ROWS``, no sum is long.
     """
     for factor in (1, _WIDER_LIMITS):
@@ -384,10 +380,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     up with a larger error, in float32 too.
 
     Args:
-        definition: of the case.
-        case: one of :func:`fuzz_cases`.
         number: its index among them; successive cases use successive ranges.
-        scalars: of the Workload; continuous ones are varied around these values.
         first: number of the range of the first case, which is secret, so that each range comes about equally often.
     """
     names, number = ranges_of(definition), first + number
@@ -692,7 +685,6 @@ def _packed(group: Mapping[str, tuple[int, ...]], order: Sequence[int], generato
     Args:
         group: name -> shape; the sizes of the first dimension of ``order`` are equal.
         order: the dimensions in memory, the outermost first and the last one innermost.
-        generator: chooses how many dimensions number the rows.
     """
     in_memory = {name: [shape[dimension] for dimension in order] for name, shape in group.items()}
     alike = [len(set(sizes)) == 1 for sizes in zip(*in_memory.values(), strict=True)][:-1]
@@ -736,17 +728,10 @@ def repaired(
     dtypes: Mapping[str, str],
     generator: random.Random,
 ) -> dict[str, int]:
-    """Return the axes, changed to meet constraints of known forms.
+    """Return the axes, changed to meet constraints of known forms; the sizes in ``fixed`` stay.
 
     Known forms are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an
     axis or number, and ``and`` and ``or`` of these. The caller must check the result, because other forms are ignored.
-
-    Args:
-        constraints: of the Definition and the Solution.
-        axes: the sizes that may be changed.
-        fixed: the sizes of const axes, which may not.
-        dtypes: dtypes for ``sizeof``.
-        generator: chooses among alternatives.
     """
     repair = _Repair({**fixed, **axes}, frozenset(axes), dtypes, generator)
     for _ in range(_PASSES):

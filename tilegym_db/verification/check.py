@@ -76,11 +76,7 @@ def _is_draft(name: str | Path) -> bool:
 def catalog_findings(
     catalog: Catalog, names: Sequence[str] = (), on_note: Remark | None = None, *, runs: bool = True
 ) -> list[str]:
-    """Return the findings about records of the catalog. Without ``runs``, the self-tests are left out.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-    """
+    """Return the findings about records of the catalog. Without ``runs``, the self-tests are left out."""
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             if (Path(name) / RECORD_NAME).is_file():

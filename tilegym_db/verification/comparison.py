@@ -162,8 +162,6 @@ def check_drawn(
     """Return the result of checking the draws of one output.
 
     Args:
-        name: the output's name, for the reason.
-        index: the drawn indices, ``[calls, rows]``.
         draws: their positions (:func:`place`).
         reference: the reference's draws in the first call, ``[rows]``, shown next to a wrong draw.
         same: rows that have the same law, if there are several; their draws are also counted per index.
@@ -330,14 +328,9 @@ def check_sampled_outputs(
     """Return a comparison for each output that is drawn at random.
 
     Args:
-        definition: names these outputs and their laws.
-        inputs: of the calls, except for their random numbers.
         truth: the reference's outputs for the first call.
         calls: the outputs of calls that differ only in their random numbers.
         elements_at_once: maximum input elements of rows that are checked together.
-
-    Raises:
-        RecordError: a law raises, or does not return a row of weights for each draw.
     """
     return {
         name: _check(
@@ -435,13 +428,10 @@ def check_outputs(
     """Return a comparison for each output.
 
     Args:
-        definition: has the tolerances, and the index outputs with the tensors they point into.
-        dtypes: dtype variable -> dtype.
         inputs: of the call, before it ran.
         truth: the oracle's outputs.
         outputs: the call's, in the same shapes and the declared dtypes.
         e_base: error of the reference itself, per output.
-        math: ``tf32`` if the Solution declares it.
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
         conditioned: outputs whose elements are each checked relative to their size (see :func:`reference_errors`).
     """
@@ -556,9 +546,6 @@ def check_gathered(
     A negative index of the oracle means "none", and must be equal.
 
     Args:
-        name: the output's name, for the reason.
-        actual: indices ``[..., K]``.
-        oracle: the reference's indices, same shape.
         source: the tensor pointed into, ``[..., E]``: an input, or the oracle's value of another output.
         limits: bounds of the dtype of ``source`` if it is computed, because values within its rounding count as equal; None
             if it is an input.
@@ -591,7 +578,6 @@ def check_ranked(
     Values count as equal if they differ by the rounding of the ranking dtype, or if both are below its normal numbers.
 
     Args:
-        name: the output's name, for the reason.
         actual: indices ``[..., K]``, distinct in a row.
         ranked: the values, ``[..., E]`` with E >= K, in fp64.
         limits: bounds of the dtype in which the reference as written ranks them.
@@ -683,16 +669,7 @@ def _check_valid(definition: Definition, inputs: Mapping[str, Any], outputs: Out
 
 
 def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputComparison]:
-    """Return a comparison for each output of indices into values that a function of the reference ranks.
-
-    Args:
-        definition: names these outputs.
-        inputs: of the call.
-        outputs: the call's, in the declared shapes.
-
-    Raises:
-        RecordError: a function of the reference raises, or does not return a row of values per row of indices.
-    """
+    """Return a comparison for each output of indices into values that a function of the reference ranks."""
     verdicts = {}
     for name, source in definition.gathers.items():
         if name not in outputs or source in definition.inputs or source in definition.outputs:
@@ -717,12 +694,7 @@ def followed(
 ) -> dict[str, torch.Tensor]:
     """Return the oracle's outputs; those that follow from indices are computed for the indices that a call chose.
 
-    Args:
-        definition: names these outputs and their functions.
-        inputs: of the call.
-        truth: the oracle's outputs.
-        outputs: the call's.
-        wrong: index outputs that failed already; the oracle's are used instead.
+    For index outputs in ``wrong``, which failed already, the oracle's indices are used.
     """
     found = dict(truth)
     if not definition.follows or any(name not in outputs for name in definition.gathers):

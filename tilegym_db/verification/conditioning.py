@@ -66,12 +66,7 @@ def excuse_ill_conditioned(
     """Check outputs, and accept failing elements that are ill-conditioned in float32, or in TF32 if that is declared.
 
     Args:
-        definition: the operator.
-        inputs: of the call.
-        truth: the oracle's outputs.
-        outputs: the call's.
         check: compares outputs through the gates.
-        math: ``tf32`` if the Solution declares it.
         uncertainties: those of earlier comparisons with this oracle.
 
     Returns:

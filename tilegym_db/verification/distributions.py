@@ -214,7 +214,6 @@ def _far(sign: int, exponents: tuple[int, int], *, differing: int | None = None)
     although float32 has steps of 2**-9 there. Sums of products of such values hardly round.
 
     Args:
-        sign: of all values.
         exponents: range of the power of two that all values are multiplied by; half precision has less room.
         differing: the dimension of the scores, -2 or -1; by default the values are small whole numbers.
     """
@@ -504,9 +503,6 @@ def with_modifiers(
     """Return the contents of one case: a distribution and up to three modifiers that the Definition allows.
 
     Args:
-        definition: its special values and inputs decide which modifiers it allows.
-        distribution: small integers, code steps and far values stay as they are.
-        seed: of the case.
         turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
         wide: rows hold several tiles (:func:`has_wide_rows`). Many such cases have padding or zero tiles, as narrow ones
             cannot lack a tile.
@@ -693,10 +689,6 @@ def vary_scalars(
     A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
 
     Args:
-        definition: of the case; its code-selecting scalars stay.
-        scalars: of the Workload, by name.
-        distribution: of the case; with small integers and far values, all scalars stay.
-        seed: of the case.
         always: vary every continuous scalar, to a number of six digits. Otherwise some cases keep all, and some values are round.
     """
     drawn = _drawn(seed, "scalars")

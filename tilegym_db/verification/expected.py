@@ -120,15 +120,8 @@ def make_oracle_case(
         None if the case proves nothing: its contents break a rule of the operator, or the reference as written fails it.
 
     Args:
-        definition: the operator.
-        case: sizes and contents.
-        device: where inputs are drawn and the oracle runs.
         blobs: reads inputs from files.
         inputs: replace drawn inputs, by name.
-
-    Raises:
-        RecordError: the reference raises or returns another shape or dtype than declared; or contents from files cannot be
-            read or break a rule of the operator.
     """
     if inputs is None:
         inputs = tied(case, draw_inputs(definition, case, device, blobs=blobs))
@@ -198,11 +191,7 @@ def _make_stacked(
 
 
 def _is_broken(definition: Definition, case: Case, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the drawn contents break a rule of the operator.
-
-    Raises:
-        RecordError: contents from files break one.
-    """
+    """Return True if the drawn contents break a rule of the operator; raise if contents from files break one."""
     broken = broken_constraint(definition, case.call.axes, inputs)
     if broken is not None and case.files:
         raise RecordError(
@@ -247,11 +236,7 @@ class LargeOracleCase:
 
 
 def make_large_case(definition: Definition, large: LargeCase, device: str) -> LargeOracleCase | None:
-    """Draw a large case and evaluate the oracle at its compared rows; None if the case proves nothing.
-
-    Raises:
-        Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
-    """
+    """Draw a large case and evaluate the oracle at its compared rows; None if the case proves nothing."""
     if large.is_sparse:
         return _made_sparse(definition, large, device)
     if large.is_long and not is_affordable(definition, large.case, device, unknown=bool(large.rows)):
@@ -364,11 +349,7 @@ def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:
-    """Return the first content constraint of the Definition that these inputs break, or None.
-
-    Raises:
-        RecordError: a constraint cannot be evaluated.
-    """
+    """Return the first content constraint of the Definition that these inputs break, or None."""
     for text in definition.content_constraints:
         try:
             if not holds(text, {**axes, **inputs}):

@@ -89,13 +89,7 @@ class Rows:
 
 
 def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
-    """Return every element's error and bound.
-
-    Args:
-        actual: a result in the output dtype, with any strides and at least one element.
-        oracle: the oracle's, same shape.
-        limits: bounds of the output dtype.
-    """
+    """Return every element's error and bound; a result has at least one element, any strides and the oracle's shape."""
     finite = _finite_in_both(actual, oracle, rounded=True)
     columns = actual.shape[-1] if actual.dim() else 1
     want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
@@ -163,13 +157,9 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 def _absolute_error(
     actual: torch.Tensor, want: torch.Tensor, finite: torch.Tensor | None, atol: float = 0.0
 ) -> torch.Tensor:
-    """Return the absolute error in fp64, 0 if not finite in both, and 0 below the smallest error that counts.
+    """Return the absolute error in fp64, 0 if not finite in both, and 0 up to ``atol``.
 
-    Args:
-        actual: a result in the output dtype.
-        want: the oracle's in fp64.
-        finite: mask of elements that are finite in both; None for all.
-        atol: an error up to this counts as 0.
+    ``finite`` masks the elements that are finite in both; None stands for all.
     """
     error = actual.to(torch.float64, copy=True).sub_(want)  # in place: a new block of memory per step is slower
     if finite is not None:
@@ -212,10 +202,6 @@ def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
 
     That holds if the fp64 oracle is a float32 number everywhere, and the reference as written is the oracle rounded once to the
     output dtype.
-
-    Args:
-        as_written: the reference's output in the output dtype.
-        truth: the same output of the fp64 oracle.
     """
     if truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
         return False
@@ -230,12 +216,6 @@ def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: L
     A Solution must then not cut small elements to zero, such as a probability of a thousandth of the largest, which norms over
     the row miss. It may still round more often than the reference, so only probabilities are checked by their own size: they
     are not differences.
-
-    Args:
-        as_written: the reference's output in the output dtype.
-        truth: the same output of the fp64 oracle.
-        limits: bounds of the output dtype.
-        rows: the comparison of the two.
     """
     if truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
         return False
@@ -275,8 +255,6 @@ def check_output(
     """Compare one output with the oracle.
 
     Args:
-        name: the output's name, for the reason.
-        actual: the Solution's output in the output dtype, any strides.
         oracle: the reference in fp64 (or, for integer and quantised outputs, as written), same shape.
         limits: bounds of the output dtype; None requires equal bits.
         e_base: error of the reference itself in the output dtype.
@@ -463,10 +441,6 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
 
     The second number is its standard error. It counts the means along each axis, because the elements of a token, a head or a
     column may share the rounding of a factor. Outputs with few tokens, heads, columns or different values have no bias.
-
-    Args:
-        actual: a result in the output dtype.
-        rows: its comparison with the oracle.
     """
     count, columns = rows.want.shape
     few = min(count, *actual.shape[1:]) < MIN_BIAS_SIDE if actual.dim() > 1 else True
@@ -646,15 +620,7 @@ _MIN_WINDOW = 64
 def share_problem(
     error: torch.Tensor, bound: torch.Tensor, size: torch.Tensor, rms: torch.Tensor, share: float
 ) -> tuple[str, str, torch.Tensor] | None:
-    """Return the gate, a reason and the elements to show if too many exceed the bound, are too close together, or one too far.
-
-    Args:
-        error: absolute error, ``[rows, columns]``.
-        bound: of each element.
-        size: absolute value of the oracle.
-        rms: of each row, ``[rows, 1]``.
-        share: of the elements that must lie within the bound.
-    """
+    """Return the gate, a reason and the elements to show if too many exceed the bound, are too close together, or one too far."""
     beyond = error > bound
     count, total = int(beyond.sum()), beyond.numel()
     if not count:
@@ -715,8 +681,6 @@ def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torc
     """Return codes as int32 in the order of their values; each byte gives two codes of 4 bits, the low one first.
 
     Args:
-        value: the quantised tensor.
-        bits: per code.
         signed_zeros: order -0 one below 0. Otherwise both are one code: a value that is too small for a code loses its sign
             if a product underflows to 0 before it is added to 0, which depends on fused operations.
     """
@@ -780,17 +744,7 @@ def failed(
     oracle: torch.Tensor,
     worst_row: int,
 ) -> OutputComparison:
-    """Return a comparison with a failed gate that shows the first wrong element.
-
-    Args:
-        gate: the failed gate.
-        what: the reason without the element.
-        figures: ``rel_fro``, ``worst_row_rel``, ``max_abs`` and ``matched_ratio`` of the comparison.
-        wrong: True for wrong elements; at least one is.
-        actual: the Solution's output.
-        oracle: the expected output.
-        worst_row: see :class:`OutputComparison`.
-    """
+    """Return a comparison with a failed gate that shows the first element in ``wrong``, which marks at least one."""
     index = tuple(int(i) for i in torch.nonzero(wrong)[0]) if wrong.dim() else ()
     expected, got = (f"{float(value[index].double()):.6g}" for value in (oracle, actual))
     reason = f"{what}; first at {list(index)}: expected {expected}, got {got}"

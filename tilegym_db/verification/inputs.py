@@ -101,13 +101,8 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
     lays them out by ``case.strides``. Saved tensors of a backward are computed by its forward from the others.
 
     Args:
-        definition: names, shapes, dtypes and generators.
-        case: sizes and contents.
         device: ``cpu`` or ``cuda:<n>``. The same seed draws other numbers on another device.
         blobs: reads the inputs that the case has in files; by default no file can be read.
-
-    Raises:
-        RecordError: a file is missing, differs from its sha256, or does not hold such a tensor.
     """
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
@@ -426,14 +421,6 @@ def draw_jointly(
 ) -> dict[str, torch.Tensor]:
     """Return the inputs that a Definition's ``draw`` function draws together, by name; empty without such a function.
 
-    Args:
-        definition: names the inputs, the function and the contents.
-        axes: every axis.
-        dtypes: dtype variable -> dtype.
-        scalars: scalar inputs by name.
-        generator: on the device of the tensors.
-        distribution: of the case; selects the contents.
-
     Raises:
         RecordError: the function raises, or returns other names, shapes, dtypes or devices than the Definition declares.
     """
@@ -498,9 +485,6 @@ def rotary_table(spec: InputGenerator, seed: int, shape: Shape, device: str | to
 
     Args:
         spec: ``rotary_cos`` or ``rotary_sin``; its ``scale`` is the base, or 10000 if it is 1.
-        seed: of the case.
-        shape: of the table.
-        device: of the table.
     """
     length, dim = shape[-2:]
     drawn = random.Random(hashlib.sha256(f"{seed}:positions".encode()).digest())
@@ -542,11 +526,7 @@ class BlobReader:
         self._files: dict[str | None, dict[str, torch.Tensor]] = {}
 
     def tensor(self, name: str, spec: SafetensorsInput, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Return the tensor of an input, on the CPU and contiguous; callers must not change it.
-
-        Raises:
-            RecordError: the file is missing or differs from its sha256, or has no such tensor of this shape and dtype.
-        """
+        """Return the tensor of an input, on the CPU and contiguous; callers must not change it."""
         if spec.sha256 is None or spec.sha256 not in self._files:
             self._files[spec.sha256] = _tensors(find_blob(self.roots, name, spec)[1], name, spec.path)
         held = self._files[spec.sha256]

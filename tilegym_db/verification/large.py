@@ -113,13 +113,7 @@ def large_cases(
     is long in some case. Values are normal; scalars grow, and ids, lengths and masks are spread in all ways.
 
     Args:
-        definition: names the independent axes, along which outputs are compared at some indices, and the axes that vary.
-        solution: its constraints hold.
-        dtypes: the dtype binding in use.
-        scalars: scalar inputs by name.
-        seed: secret of this run.
         budget_bytes: maximum bytes of all tensors of a call.
-        on_gpu: the calls run on a GPU.
     """
     generator = random.Random(f"{seed} large")
     repeated = [axis for axis in definition.divisible_axes if axis not in definition.size_scalars.values()]
@@ -413,10 +407,8 @@ def sampled_rows(size: int, stride: int, count: int, generator: random.Random) -
     """Return indices of an axis: both ends, those at limits of numbers of rows and elements, and random ones.
 
     Args:
-        size: of the axis.
         stride: elements from one index to the next.
         count: wanted number of indices; the ends and limits are included beyond it.
-        generator: draws the random ones.
     """
     marks = {0, size - 1} | {mark + near for mark in _MARKS for near in (-1, 0, 1)}
     marks |= {limit // stride + near for limit in (INDEX_LIMIT, 2 * INDEX_LIMIT) for near in (0, 1)}

@@ -37,12 +37,6 @@ def sliced(
 
     The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
     The axis of ``independent_axes`` with the most elements is halved. If no axis can be halved, the whole is evaluated.
-
-    Args:
-        definition: names the independent axes.
-        inputs: input name -> tensor or scalar.
-        run: evaluates the reference.
-        budget_bytes: for one evaluation.
     """
     sizes = _axis_sizes(definition, inputs)
     if _estimate(definition, inputs, sizes) <= budget_bytes:
@@ -126,11 +120,7 @@ def _dimension(shape: tuple[str | int, ...] | None, axis: str) -> int:
 
 @functools.lru_cache(maxsize=512)
 def load_function(source: str, where: str, name: str = "run") -> Callable[..., Any]:
-    """Return a function that a reference's source text defines, by default ``run``.
-
-    Raises:
-        RecordError: executing the text raises; the message has the error.
-    """
+    """Return a function that a reference's source text defines, by default ``run``; raise with the text's own error."""
     scope: dict[str, Any] = {}  # without __name__: torch.compile of PyTorch 2.11 would import that module
     try:
         # Definitions are reviewed records and passed the self-test; a Solution's source is never executed here.
@@ -147,14 +137,9 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
     """Run the reference as written and return every output by name, including in-place ones.
 
     Args:
-        definition: the Definition.
         inputs: input name -> tensor or scalar. Tensors are never modified: in-place ones are copied first.
         source: another text that defines ``run``, such as the self-test's independent formulation.
         label: the name of that text in errors.
-
-    Raises:
-        RecordError: the reference raises, writes to an input, or returns a wrong number of outputs or something that is not a
-            tensor.
     """
     where = f"{definition.name}: {label or ('reference' if source is None else 'alternative formulation')}"
     function = load_function(source or definition.reference, where)
@@ -182,16 +167,9 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
 
 
 def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: Inputs) -> Any:
-    """Return the result of another function of the reference than ``run``.
+    """Return the result of another function of the reference than ``run``, which takes the inputs in order.
 
-    Args:
-        definition: its reference defines the function.
-        name: of the function, which takes the inputs in order.
-        inputs: input name -> tensor or scalar.
-        known: further parameters by name; the function gets those that it takes.
-
-    Raises:
-        RecordError: the function raises.
+    Of the parameters in ``known``, the function gets those that it takes.
     """
     where = f"{definition.name}: {name} of the reference"
     function = load_function(definition.reference, where, name)
@@ -235,9 +213,6 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
     """Run the reference with every floating input and every cast lifted to fp64; see :func:`run_reference`.
 
     Each slice of ``sliced_inputs`` is lifted when the reference reads it.
-
-    Raises:
-        RecordError: see :func:`run_reference`; or the reference reads more of a sliced input than one slice.
     """
     whole, slices = {}, []
     for name, value in inputs.items():
@@ -267,13 +242,7 @@ def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = OR
 
 
 def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """Return the outputs that Solutions are compared with: fp64 on the same quantised bits, or as written for quantisers.
-
-    Args:
-        definition: evaluated in slices along its ``independent_axes`` if that saves memory.
-        inputs: input name -> tensor or scalar.
-        budget_bytes: memory of one evaluation, as :func:`sliced` estimates it.
-    """
+    """Return the outputs that Solutions are compared with: fp64 on the same quantised bits, or as written for quantisers."""
     if definition.oracle == "as_written":
         return as_written(definition, inputs, budget_bytes=budget_bytes)
     return in_fp64(definition, inputs, budget_bytes=budget_bytes)
@@ -381,22 +350,14 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self, slices: Sequence[SlicedInput] = ()) -> None:
-        """Create the mode.
-
-        Args:
-            slices: inputs that the reference reads one slice at a time.
-        """
+        """Create the mode; ``slices`` are inputs that the reference reads one slice at a time."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._slices = tuple(slices)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator with any floating ``dtype`` argument replaced.
-
-        Raises:
-            TypeError: the operator reads more of a sliced input than one slice.
-        """
+        """Run the operator with any floating ``dtype`` argument replaced; refuse to read more than one slice of an input."""
         kwargs = dict(kwargs or {})
         if self._slices and (taken := self._sliced_among((*args, *kwargs.values()))) is not None:
             return self._slice(taken, func, args)

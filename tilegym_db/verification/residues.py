@@ -76,10 +76,7 @@ def check_residues(
     """Call with successive sizes of each axis in a drawn order, and judge all results.
 
     Args:
-        handle: of the Solution, in a worker that has the source loaded.
         cases: its fuzz cases, which give the sizes of the other axes.
-        seed: secret of this run.
-        cache: has the device of the oracle.
         excuses: returns True if stock code fails a case about as far, such as a row of one column.
 
     Returns:

@@ -60,12 +60,7 @@ class SelfTestFinding:
 
 
 def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTestFinding]:
-    """Return every finding about a Definition; empty if it may be admitted.
-
-    Args:
-        definition: the operator; without a ``self_test``, only its reference is run.
-        workloads: small ones (a few thousand elements); each dtype binding among them is tested.
-    """
+    """Return every finding about a Definition; empty if it may be admitted."""
     findings: list[SelfTestFinding] = []
     if definition.self_test is None:
         missing = "the record has none; add an independent formulation and planted errors"

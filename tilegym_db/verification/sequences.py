@@ -80,10 +80,7 @@ def check_sequences(
     """Make all sequences, in a worker that has the source loaded.
 
     Args:
-        handle: of the Solution.
         cases: its fuzz cases, which give the sizes of the other axes.
-        seed: secret of this run.
-        cache: computes the oracle.
 
     Returns:
         A line for each sequence that was judged; or the first failure.
@@ -377,7 +374,6 @@ def growth(calls: int, before: object, after: object, host_bytes: int) -> str | 
     """Return a sentence if memory grew with the calls, or None.
 
     Args:
-        calls: number of calls between the two reports.
         before: the worker's report: live bytes on the device, and Python's blocks.
         after: the same after the calls.
         host_bytes: growth of the memory of the worker's processes, as the harness reads it.
@@ -397,7 +393,6 @@ def steady_growth(calls: Sequence[int], reports: Sequence[object]) -> str | None
     """Return a sentence if Python's blocks grew in every part of a run, as leaks do and caches that fill up do not; or None.
 
     Args:
-        calls: number of calls in each part.
         reports: the worker's reports, one before each part and one after the last.
     """
     for what, name, per_call, least in (

@@ -74,12 +74,7 @@ def check_own_shape(
     """Check every gate with every content set, in a worker that has the source loaded.
 
     Args:
-        handle: of the Solution.
-        contents: of the workload.
         in_turn_with: contents of the call between two equal ones; by default those with other ranges and scalars.
-
-    Raises:
-        Exception: one of :data:`CANNOT_VERIFY`.
     """
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
@@ -883,9 +878,6 @@ class BaselineCheck:
     """Runner of the Definition's stock code at cases that a Solution failed; it starts on first use.
 
     Thread-safe.
-
-    Args:
-        make: makes a verification of the stock code in a separate worker, or returns None if the catalog has none.
     """
 
     make: Callable[[], CaseVerifier | None]

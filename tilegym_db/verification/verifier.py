@@ -535,12 +535,9 @@ def judge_draws(
     change the number of a single row; they are not made if the Solution is not deterministic.
 
     Args:
-        definition: names the drawn outputs, their laws and their random numbers.
-        expected: the case of the first call.
         first: the outputs of the first call.
         call: makes a call with the inputs of a case.
         draws: wanted number of draws; 0 skips the check.
-        deterministic: the same numbers give the same draws.
     """
     if not definition.sampled or not draws or is_undefined(definition, expected.inputs):
         return None

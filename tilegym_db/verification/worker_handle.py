@@ -198,11 +198,7 @@ class WorkerHandle:
         return self.solution.record.unsupported(case.call.axes, case.call.dtypes, classes)
 
     def another(self) -> WorkerHandle:
-        """Return a handle of the same Solution with a separate, started worker, for verifying cases only.
-
-        Raises:
-            WorkerDied: no worker could be started.
-        """
+        """Return a handle of the same Solution with a separate, started worker, for verifying cases only."""
         other = replace(
             self, worker=None, broken=None, deaths=0, spoilt=False, profiled=False, _loaded=False, _load_failed=False
         )

@@ -79,11 +79,7 @@ _programs: dict[tuple[int, str], tuple[Any, TranslatedKernel]] = {}  # holds the
 
 
 def run(grid: Any, kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """Run a launch on CPU tensors.
-
-    Raises:
-        SolutionError: the grid is not valid, or the kernel has an operation without a rule or without a defined result.
-    """
+    """Run a launch on CPU tensors."""
     name = kernel._pyfunc.__name__
     check_grid(name, grid)
     values = tuple(_plain(argument) for argument in arguments)

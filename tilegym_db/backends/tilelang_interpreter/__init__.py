@@ -88,12 +88,7 @@ class InterpretedKernel:
         self.program = self._named(lambda: Program(function))
 
     def __call__(self, *arguments: Any) -> None:
-        """Run the kernel on its arguments, in the order of its parameters.
-
-        Raises:
-            RuntimeError: the generated host code would refuse the arguments.
-            KernelFault: the kernel does what is undefined on a device.
-        """
+        """Run the kernel on its arguments, in the order of its parameters."""
         if len(arguments) != len(self.params):
             raise ValueError(f"Kernel expected {len(self.params)} inputs, but {len(arguments)} are provided.")
         values: dict[Any, Any] = {}

@@ -42,11 +42,7 @@ class Expressions:
         self.slots = slots
 
     def compile(self, node: Any) -> Value:
-        """Return the function that computes an expression.
-
-        Raises:
-            NotInterpreted: a part of it is not supported.
-        """
+        """Return the function that computes an expression."""
         kind = type(node).__name__
         if kind in BINARY:
             return self._binary(kind, node)
@@ -434,11 +430,7 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def shuffle(state: State, name: str, value: Array, operand: Array, width: Array) -> Array:
-    """Return the value that each lane gets from another one of its warp.
-
-    Raises:
-        KernelFault: an active lane asks for the value of one that is not there, which is undefined.
-    """
+    """Return the value that each lane gets from another one of its warp; a lane that is not there is a fault."""
     _together(state, name)
     lane = np.arange(state.threads, dtype=np.int64)
     source, gets = SHUFFLES[name](lane, np.asarray(operand).astype(np.int64), int(width))

@@ -279,11 +279,7 @@ class Memory:
         return found
 
     def linear(self, state: State, indices: Sequence[Array], what: str) -> Array:
-        """Return positions in the buffer.
-
-        Raises:
-            KernelFault: the index of an active lane is outside of the buffer.
-        """
+        """Return positions in the buffer; an active lane outside of it is a fault."""
         wrong = self.outside(indices, state.mask)
         if wrong is not None:
             raise KernelFault(self._complaint(indices, wrong, what), code="index_outside")

@@ -55,11 +55,7 @@ class Statements:
         self.expressions, self.launch, self.slots = expressions, launch, expressions.slots
 
     def compile(self, node: Any) -> Action:
-        """Return the action of a statement.
-
-        Raises:
-            NotInterpreted: a part of it is not supported.
-        """
+        """Return the action of a statement."""
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise NotInterpreted(f"no rule for a statement of the kind {type(node).__name__}", code="not_interpreted")

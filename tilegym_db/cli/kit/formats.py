@@ -32,11 +32,7 @@ AsArrow = Annotated[bool, typer.Option("--arrow", help="Write an Arrow IPC strea
 
 
 def file_name(path: Path | None) -> Path | None:
-    """Return the path to write to, unless its name has control characters.
-
-    Raises:
-        BadParameter: the name has a line break or another control character.
-    """
+    """Return the path to write to, unless its name has control characters."""
     if path is not None and any(unicodedata.category(character) in _CONTROL for character in str(path)):
         raise typer.BadParameter("a file name must not have line breaks or control characters.")
     return path
@@ -87,11 +83,7 @@ def chosen_form(
     output: OutputFile = None,
     wide: Wide = False,
 ) -> Form:
-    """Return the form that the options select. Without a format, the ending of the file says it.
-
-    Raises:
-        UsageError: more than one format, a table into a file, bytes to a terminal, or ``-o`` is not a regular file.
-    """
+    """Return the form that the options select. Without a format, the ending of the file says it."""
     given: dict[Kind, bool] = {"json": as_json, "csv": as_csv, "parquet": as_parquet, "arrow": as_arrow}
     kinds = [kind for kind, asked in given.items() if asked]
     if len(kinds) > 1:
@@ -157,8 +149,6 @@ def write_records(
     """Write dicts with equal keys by :func:`write_rows`.
 
     Args:
-        form: the output.
-        records: one dict per row.
         columns: the names if there are no records.
         schema: types of the columns in Parquet and Arrow, by name; by default those of the values.
     """
@@ -177,12 +167,7 @@ def write_json(form: Form, value: Any) -> None:
 
 
 def write_arrow(form: Form, table: Callable[[], Any]) -> None:
-    """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream.
-
-    Raises:
-        UsageError: Parquet lacks such a type, as for intervals and unions.
-        StoreError: as :func:`write_bytes`.
-    """
+    """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -203,11 +188,7 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
 
 
 def write_bytes(form: Form, content: bytes) -> None:
-    """Write to stdout, or atomically into the file. A link is followed.
-
-    Raises:
-        StoreError: the file cannot be written; an existing one stays unchanged.
-    """
+    """Write to stdout, or atomically into the file. A link is followed."""
     from tilegym_db.files import write_atomically
 
     if form.file is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -30,21 +30,13 @@ T = TypeVar("T")
 
 
 def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
-    """Return the Definitions of a family and status, sorted by name.
-
-    Raises:
-        NotFoundError: the family or status does not exist; the message lists the known ones.
-    """
+    """Return the Definitions of a family and status, sorted by name."""
     found = list(catalog.definitions.values())
     return of_kind(found, [(item.op_type, status_of(item)) for item in found], op_type, status)
 
 
 def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, status: str | None) -> list[T]:
-    """Return the items of a family and status; ``kinds`` has both for each item.
-
-    Raises:
-        NotFoundError: the family or status does not exist; the message lists the known ones.
-    """
+    """Return the items of a family and status; ``kinds`` has both for each item. Refuse a family or status without any."""
     families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
     if op_type is not None and op_type not in families:
         raise NotFoundError(
@@ -75,11 +67,7 @@ MAX_SIZE = (1 << 63) - 1
 
 
 def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
-    """Parse ``["M=1,N=2"]`` or ``["M=1", "N=2"]`` to ``{"M": "1", "N": "2"}``. A comma in brackets belongs to the value.
-
-    Raises:
-        UsageError: a part is not ``name=value``, or a name is given twice.
-    """
+    """Parse ``["M=1,N=2"]`` or ``["M=1", "N=2"]`` to ``{"M": "1", "N": "2"}``. A comma in brackets belongs to the value."""
     found: dict[str, str] = {}
     for part in (part.strip() for text in texts or () for part in _parts(text)):
         key, separator, value = (piece.strip() for piece in part.partition("="))
@@ -92,11 +80,7 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
 
 
 def parse_axes(texts: Sequence[str] | None) -> dict[str, int]:
-    """Parse sizes by :func:`parse_pairs`.
-
-    Raises:
-        UsageError: a size is not a whole number or does not fit into 64 bits.
-    """
+    """Parse sizes of at most 64 bits by :func:`parse_pairs`."""
     return {axis: _size(axis, text) for axis, text in parse_pairs("--axes", texts).items()}
 
 
@@ -165,65 +149,9 @@ def _tunable(text: str) -> bool | int | float | str:
 # A failure gives no proposal rather than an error, because a shell completes while the user types.
 
 
-def complete_definition(incomplete: str) -> list[str]:
-    """Return matching definitions of the catalog."""
-    return _starting(_definitions(), incomplete)
-
-
-def complete_name(incomplete: str) -> list[str]:
-    """Return matching definitions and solutions of the catalog."""
-    return _starting([*_definitions(), *_solutions()], incomplete)
-
-
-def complete_solution(incomplete: str) -> list[str]:
-    """Return matching solutions of the catalog."""
-    return _starting(_solutions(), incomplete)
-
-
-def complete_op_type(incomplete: str) -> list[str]:
-    """Return matching families of operators."""
-    from tilegym_db.catalog import Catalog
-
-    return _starting(
-        sorted({path.parent.name for root in Catalog.default().roots for path in root.glob("definitions/*/*.json")}),
-        incomplete,
-    )
-
-
-def complete_gpu(incomplete: str) -> list[str]:
-    """Return matching GPU slugs and families for queries."""
-    from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
-
-    return _starting(["auto", *sorted({*GPU_SLUGS, *map(gpu_family, GPU_SLUGS)})], incomplete)
-
-
-def complete_measurable_gpu(incomplete: str) -> list[str]:
-    """Return matching devices for a command that measures."""
-    return _starting(["auto", "cpu"], incomplete) or complete_gpu(incomplete)
-
-
-def complete_language(incomplete: str) -> list[str]:
-    """Return matching languages of solutions."""
-    from tilegym_db.records import LANGUAGES
-
-    return _starting(LANGUAGES, incomplete)
-
-
-def complete_target(incomplete: str) -> list[str]:
-    """Return matching targets of ``compile``."""
-    from tilegym_db.records.hardware import TARGETS
-
-    return _starting([*TARGETS, "all"], incomplete)
-
-
-def complete_statement(incomplete: str) -> list[str]:
-    """Return the statement with its last word completed to the name of a view."""
-    from tilegym_db.store.asking import public_views
-
-    match = re.search(r"(\w*)$", incomplete)
-    word = match.group() if match else ""
-    start = incomplete[: len(incomplete) - len(word)]
-    return [start + view for view in public_views() if view.startswith(word)]
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the completion of a word by the names that begin with it; they are read when a shell asks."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
 def _definitions() -> list[str]:
@@ -241,8 +169,53 @@ def _solutions() -> list[str]:
         return []
 
 
-def _starting(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+def _op_types() -> list[str]:
+    from tilegym_db.catalog import Catalog
+
+    roots = Catalog.default().roots
+    return sorted({path.parent.name for root in roots for path in root.glob("definitions/*/*.json")})
+
+
+def _gpus() -> list[str]:
+    from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
+
+    return ["auto", *sorted({*GPU_SLUGS, *map(gpu_family, GPU_SLUGS)})]
+
+
+def _languages() -> Iterable[str]:
+    from tilegym_db.records import LANGUAGES
+
+    return LANGUAGES
+
+
+def _targets() -> list[str]:
+    from tilegym_db.records.hardware import TARGETS
+
+    return [*TARGETS, "all"]
+
+
+complete_definition = _completing(_definitions)
+complete_name = _completing(lambda: [*_definitions(), *_solutions()])
+complete_solution = _completing(_solutions)
+complete_op_type = _completing(_op_types)
+complete_gpu = _completing(_gpus)
+complete_language = _completing(_languages)
+complete_target = _completing(_targets)
+
+
+def complete_measurable_gpu(incomplete: str) -> list[str]:
+    """Return matching devices for a command that measures."""
+    return [name for name in ("auto", "cpu") if name.startswith(incomplete)] or complete_gpu(incomplete)
+
+
+def complete_statement(incomplete: str) -> list[str]:
+    """Return the statement with its last word completed to the name of a view."""
+    from tilegym_db.store.asking import public_views
+
+    match = re.search(r"(\w*)$", incomplete)
+    word = match.group() if match else ""
+    start = incomplete[: len(incomplete) - len(word)]
+    return [start + view for view in public_views() if view.startswith(word)]
 
 
 DefinitionName = Annotated[
@@ -331,22 +304,14 @@ Rounds = Annotated[
 
 
 def finite_seconds(value: float | None) -> float | None:
-    """Return a number of seconds if it is positive and finite.
-
-    Raises:
-        BadParameter: the number is NaN, infinite, zero or negative.
-    """
+    """Return a number of seconds if it is positive and finite."""
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
     return value
 
 
 def path_given(text: str | Path) -> Path:
-    """Parse a path. An empty text is refused, because it would mean the current folder.
-
-    Raises:
-        BadParameter: the text is empty, or '-', which means a stream elsewhere.
-    """
+    """Parse a path. An empty text, which would mean the current folder, and '-' are refused."""
     if not str(text):
         raise typer.BadParameter("'' is not a path.")
     if str(text) == "-":
@@ -355,12 +320,7 @@ def path_given(text: str | Path) -> Path:
 
 
 def check_op_type(op_type: str | None, name: str | None = None) -> None:
-    """Raise if a family does not exist or is not the family of the Definition.
-
-    Raises:
-        NotFoundError: the family does not exist; the message lists the known ones.
-        UsageError: the Definition belongs to another family.
-    """
+    """Raise if a family does not exist or is not the family of the Definition."""
     from tilegym_db.catalog import Catalog
 
     if op_type is None:
@@ -373,22 +333,14 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return a path unless it is a FIFO, a socket or a device, because reading a FIFO may never end.
-
-    Raises:
-        BadParameter: the path is neither a file nor a folder.
-    """
+    """Return a path unless it is a FIFO, a socket or a device, because reading a FIFO may never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise typer.BadParameter(f"'{path}' is neither a file nor a folder.")
     return path
 
 
 def solution_place(path: Path) -> Path:
-    """Return the path of a Solution, or its place in a family: ``family.json#<solution>``.
-
-    Raises:
-        BadParameter: there is no such file or folder.
-    """
+    """Return the path of a Solution, or its place in a family: ``family.json#<solution>``."""
     from tilegym_db.catalog.record_files import file_of
 
     if not file_of(path).exists():
@@ -405,12 +357,7 @@ def regular_files(paths: list[Path] | None) -> list[Path] | None:
 
 
 def config_file(path: Path) -> Path:
-    """Return the path of a valid model config. This check runs before the slow imports of PyTorch and transformers.
-
-    Raises:
-        BadParameter: the path is a FIFO, a socket or a device.
-        UsageError: the content is not a JSON object with a ``model_type``, or has impossible sizes.
-    """
+    """Return the path of a valid model config. This check runs before the slow imports of PyTorch and transformers."""
     from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 
     file, content = typed_config(regular_file(path))
@@ -432,11 +379,7 @@ ConfigFile = Annotated[
 
 @contextmanager
 def needing_program(name: str) -> Iterator[None]:
-    """Turn a failure due to a missing NVIDIA program into exit status 2, as for a missing package.
-
-    Raises:
-        MissingPackageError: the program is not installed; the message has the fix.
-    """
+    """Turn a failure due to a missing NVIDIA program into exit status 2, as for a missing package."""
     from tilegym_db.measurement.instruments.requests import find_program
 
     try:

@@ -58,8 +58,6 @@ def print_table(
 
     Args:
         wide: print every column in full, at any width. None: the command has no option ``--wide``.
-        least: columns to leave out first if there is not enough room.
-        most: columns to leave out last.
         prose: columns of sentences, which are wrapped below their row.
         key: columns that identify a row together; those that tell rows apart stay if others can go in their place.
     """
@@ -227,13 +225,8 @@ def lay_out(
     whole; a row without room for them is a block of lines, with its other cells below the first.
 
     Args:
-        columns: headings.
-        rows: cells, as many per row as headings.
-        width: characters per line; None means no limit.
-        numeric: columns that are right-aligned, and dropped rather than cut.
         least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
         most: columns to drop last.
-        prose: columns of sentences, which are wrapped below their row if there is a width.
         key: columns that identify a row together. One that tells rows apart, which otherwise look alike, stays as long as one
             that is the same in every row can go in its place.
         cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them, a row
@@ -560,7 +553,6 @@ def spark_line(values: Sequence[float], low: float, high: float, *, width: int =
 
     Args:
         values: positive, in the order of their sizes.
-        low, high: values of the lowest and the highest character.
         ramp: the characters, lowest first; by default those that the output can print.
     """
     ramp = ramp or (BLOCKS if _prints_blocks() else ASCII)
@@ -572,11 +564,7 @@ def spark_line(values: Sequence[float], low: float, high: float, *, width: int =
 
 
 def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
-    """Return the spark line of each (definition, GPU, solution). Solutions of one operator and GPU share a scale.
-
-    Args:
-        rows: result of :func:`tilegym_db.store.queries.measured.size_rows`.
-    """
+    """Return the spark line of each (definition, GPU, solution). Solutions of one operator and GPU share a scale."""
     limits: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         limits.setdefault((row["definition"], row["gpu"]), []).extend(row["latencies_us"])

@@ -70,12 +70,7 @@ POLL_S = 0.1
 def cluster_pool(
     executor: str, gpus: GpuChoice | None, gpu: str, waiting: Callable[[str], None] = lambda what: None
 ) -> Iterator[DevicePool]:
-    """Yield a pool of the devices of one kind in a cluster, after the first one is ready; ``gpus`` limits their number.
-
-    Raises:
-        HardwareError: no cluster answers, it has no such device, or no device works.
-        UsageError, MissingPackageError: as the functions of :mod:`~tilegym_db.measurement.machine`.
-    """
+    """Yield a pool of the devices of one kind in a cluster, after the first one is ready; ``gpus`` limits their number."""
     address, most = parse_executor(executor), max_devices(gpus)
     if gpu != "auto":
         parse_gpu(gpu)
@@ -108,11 +103,7 @@ class _Cluster:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def first_devices(self) -> list[MeasuringDevice]:
-        """Return the devices that are there now.
-
-        Raises:
-            HardwareError: there is no device of the kind, every node is refused, or there are several kinds.
-        """
+        """Return the devices that are there now."""
         nodes = self._unseen()
         facts = self._described(nodes)
         self.gpu = chosen_kind(self.gpu, {name for said in facts.values() for name in said["gpu_names"]})
@@ -231,11 +222,7 @@ class _Cluster:
             return differs(machine, self.machine)
 
     def first_machine(self, pool: DevicePool, waiting: Callable[[str], None]) -> Machine:
-        """Return the machine of the first ready device; the plan is made for it.
-
-        Raises:
-            HardwareError: no device works.
-        """
+        """Return the machine of the first ready device; the plan is made for it."""
         waiting(f"waiting for the first of {len(pool.devices)} devices of the cluster")
         while True:
             processes = [process for process in pool.processes.values() if isinstance(process, RemoteProcess)]
@@ -251,11 +238,7 @@ class _Cluster:
             time.sleep(POLL_S)
 
     def missing(self, solutions: Iterable[SolutionFiles]) -> Missing:
-        """Return the requirements of Solutions that the nodes lack; all nodes have the libraries of the first device.
-
-        Raises:
-            HardwareError: the node was lost.
-        """
+        """Return the requirements of Solutions that the nodes lack; all nodes have the libraries of the first device."""
         import ray
         from ray.exceptions import RayError
 
@@ -536,11 +519,7 @@ def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str |
 
 
 def chosen_kind(gpu: str, found: Collection[str]) -> str:
-    """Return the GPU of a run: the requested one, or the only kind among the device names ``found``.
-
-    Raises:
-        HardwareError: there are several.
-    """
+    """Return the GPU of a run: the requested one, or the only kind among the device names ``found``; refuse several."""
     kinds = sorted({gpu_slug(name) for name in found})
     if gpu != AUTO or not kinds:
         return gpu

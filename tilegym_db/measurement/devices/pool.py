@@ -359,11 +359,7 @@ class DeviceProcess:
         self.connection.close()
 
     def send(self, order: Order) -> None:
-        """Send its next order.
-
-        Raises:
-            SupervisorLost: it is gone.
-        """
+        """Send its next order; raise :class:`SupervisorLost` if it is gone."""
         self.item, self.done = order.item, set()
         self.last_message_at = time.monotonic()
         try:
@@ -372,11 +368,7 @@ class DeviceProcess:
             raise SupervisorLost(self.end()) from None
 
     def receive(self) -> Any:
-        """Return its next message.
-
-        Raises:
-            SupervisorLost: it is gone.
-        """
+        """Return its next message; raise :class:`SupervisorLost` if it is gone."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):

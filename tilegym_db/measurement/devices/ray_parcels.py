@@ -45,11 +45,7 @@ class Parcel:
 
 
 def pack(order: Order) -> tuple[bytes, dict[str, Parcel]]:
-    """Return an order with names in place of records, and the parcel of each name.
-
-    Raises:
-        RecordError: an input file is missing, or was changed.
-    """
+    """Return an order with names in place of records, and the parcel of each name."""
     buffer = io.BytesIO()
     packer = _Packer(buffer)
     packer.dump(order)
@@ -105,11 +101,7 @@ class ParcelStore:
         return [key for key in keys if key not in self._records]
 
     def add(self, key: str, parcel: Parcel) -> None:
-        """Check a parcel and add it.
-
-        Raises:
-            RecordError: its content does not match its key, or its record does not have the stated digest.
-        """
+        """Add a parcel whose content matches its key, and whose record has the stated digest; refuse another."""
         if parcel.key != key:
             raise RecordError(
                 f"a {parcel.kind} was changed on its way: it has the key {parcel.key[:12]}..., not {key[:12]}...",

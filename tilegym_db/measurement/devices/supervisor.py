@@ -148,22 +148,14 @@ class DeviceJobs:
 
     @classmethod
     def open(cls, gpu: str, send: Callable[[Any], None]) -> DeviceJobs:
-        """Return the jobs of the only device that this process sees.
-
-        Raises:
-            HardwareError: it is not of the planned kind, or does not work.
-        """
+        """Return the jobs of the only device that this process sees."""
         machine = select_machine(gpu)
         prepare_workers(machine.device)
         require_healthy(machine)
         return cls(machine, send)
 
     def carry_out(self, order: Order) -> None:
-        """Carry out an order; pass on all results, and finally a Done message.
-
-        Raises:
-            HardwareError: the device stopped working, or this host cannot confine workers.
-        """
+        """Carry out an order; pass on all results, and finally a Done message."""
         session, processors_before = order.session, processor_seconds()
         with self.phases(AT_WORK):
             with self.phases(PREPARE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import json
 import re
 import secrets
@@ -27,7 +26,7 @@ from tilegym_db.measurement.instruments.requests import (
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import scratch_folder
-from tilegym_db.records import Config, Definition, Workload, axes_key
+from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.workload import Case
 
 
@@ -69,18 +68,9 @@ def profile(
 
     Args:
         workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; of several matches the largest is used.
-        config: a value per tunable; by default the source's defaults.
-        gpu: as for :func:`tilegym_db.bench`.
 
     Returns:
         The profile and its file; there is one file per source, workload and GPU.
-
-    Raises:
-        ToolchainError: Nsight Compute is not installed, or measured nothing; the message has its output.
-        HardwareError: there is no GPU.
-        NotFoundError: no such Solution.
-        UsageError: no matching workload of its Definition is supported.
-        SolutionError: the scan refuses its source.
     """
     program = find_program("ncu")
     setup = RunSetup.of(gpu, None, None)
@@ -130,14 +120,11 @@ def profile_path(home: Path, found: CallProfile) -> Path:
 
 
 def _workload(catalog: Catalog, definition: Definition, files: SolutionFiles, pattern: str) -> Workload:
-    def matches(item: Workload) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for name in (item.uuid, axes_key(item.axes), *item.tags))
-
     known = catalog.workloads_for(definition.name)
     supported = [
         item
         for item in known
-        if matches(item)
+        if item.matches(pattern)
         and files.record.unsupported(definition.bind_axes(item.axes), definition.bind_dtypes(item.dtypes)) is None
     ]
     if not supported:
@@ -215,11 +202,7 @@ def metrics_argument() -> str:
 
 
 def parse_profile(text: str) -> list[KernelProfile]:
-    """Return the measured kernels in launch order.
-
-    Raises:
-        ToolchainError: the output has no table; the message has the output of the tool.
-    """
+    """Return the measured kernels in launch order; without a table, raise an error with the output of the tool."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:

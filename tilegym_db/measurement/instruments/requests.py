@@ -114,10 +114,6 @@ def choose_solutions(
     kernel.
 
     For a Definition, and for the whole catalog, these are the kernels in tile languages that this GPU can run.
-
-    Raises:
-        NotFoundError: a name is unknown.
-        SolutionError: the scan refuses a source.
     """
     chosen: dict[str, Chosen] = {}
     for name in names or (None,):
@@ -233,11 +229,7 @@ def find_program(
     environ: Mapping[str, str] | None = None,
     installed: Callable[[str], Iterable[Path]] = _installed,
 ) -> Path:
-    """Find a program: first in the user's CUDA toolkit, then on ``PATH``, then among the paths of ``installed``.
-
-    Raises:
-        ToolchainError: it is not installed; the message says how to get it.
-    """
+    """Find a program: first in the user's CUDA toolkit, then on ``PATH``, then among ``installed``; else raise with the fix."""
     environ = os.environ if environ is None else environ
     for path in (*_named_program(name, environ), *installed(name)):
         if path.is_file() and os.access(path, os.X_OK):

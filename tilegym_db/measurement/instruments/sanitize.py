@@ -98,18 +98,8 @@ def sanitize(
     """Run compute-sanitizer's tools on Solutions; findings in Solutions of the catalog become failed traces.
 
     Args:
-        names: Solutions, Definitions, or folders with drafts; empty means every kernel that this GPU can run.
-        tools: names in :data:`TOOLS`.
-        language: only kernels in this language.
-        gpu: as for :func:`tilegym_db.bench`.
         cases: number of fuzz cases per Solution, over its dtypes.
         starting: called with a description of the next step.
-
-    Raises:
-        UsageError: a tool is unknown, or there are no tools.
-        ToolchainError: compute-sanitizer is not installed.
-        HardwareError: there is no GPU.
-        NotFoundError, SolutionError: as :func:`~tilegym_db.measurement.instruments.requests.choose_solutions`.
     """
     _check_tools(tools)
     program = find_program("compute-sanitizer")

@@ -6,6 +6,8 @@ verdict comes from ``bench``, in separate processes.
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import random
 import re
@@ -14,12 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.files import read_bytes
 from tilegym_db.measurement.machine import Machine, require_healthy, timing_lock
 from tilegym_db.measurement.runner import BufferPool, Runner
 from tilegym_db.measurement.timing import (
@@ -124,11 +129,6 @@ class Search:
 
     Args:
         runner: a runner with a loaded worker; its config changes during the search.
-        contents: those of the Workload.
-        pool: the buffers in which all configs are timed.
-        machine: the device.
-        budget: how to race.
-        seed: secret of the run; decides the order of blocks.
         leader: the config to beat, from an earlier search; None without one.
         step: called with the outcome of each config as soon as it is known.
         failed: called after ``step`` if a config fails in the worker.
@@ -150,13 +150,7 @@ class Search:
         self._order = random.Random(self.seed)
 
     def run(self, candidates: Sequence[ConfigCandidate], ahead: CompileAhead, deadline: float) -> int:
-        """Try configs wave by wave, at least one wave; return the number of configs that were not tried.
-
-        Args:
-            candidates: in order.
-            ahead: compiles them, also while a wave is raced.
-            deadline: value of ``time.monotonic()``.
-        """
+        """Try configs wave by wave, at least one wave, until a value of ``time.monotonic()``; return the number of others."""
         left = len(candidates)
         for start in range(0, len(candidates), self.budget.wave):
             wave = candidates[start : start + self.budget.wave]
@@ -284,13 +278,9 @@ class SearchHistory:
 
 
 def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> SearchHistory:
-    """Return the history of one pair from its steps, oldest first.
+    """Return the history of one pair from its steps, oldest first, and the status of configs (by id) without a pass.
 
     A config that lost to another one which has failed since is tried again.
-
-    Args:
-        steps: those of one Solution, Workload and GPU.
-        failed: config id -> status, for configs whose trace is not a pass.
     """
     newest = {config_id(step.config): step for step in steps if step.outcome != "leads"}
     settled = {key: f"its trace says {status}" for key, status in (failed or {}).items()}
@@ -317,10 +307,7 @@ def nearest_winners(
 ) -> list[Neighbour]:
     """Return the winners on other Workloads: those with the same dtypes first, each group by distance.
 
-    Args:
-        workload: the one to tune; its earlier winner comes first, at distance 0.
-        workloads: all Workloads of the Definition.
-        winners: Workload uuid -> the winning config.
+    An earlier winner of the Workload itself comes first, at distance 0. ``winners`` maps uuids to configs.
     """
     dtypes = definition.bind_dtypes(workload.dtypes)
     found = []
@@ -342,9 +329,6 @@ def candidate_order(
     """Return the configs left to try: the default config, winners nearby, those asked for, then the rest of the space.
 
     Args:
-        solution: declares the space.
-        neighbours: nearest first. A config that is no longer in the space is left out.
-        history: the settled configs and the leader; both are left out.
         seed: seed of the order of the rest. The same seed gives the same order, so an interrupted search can be resumed.
         first: configs of the space that are tried before the rest, such as those of another project.
     """
@@ -411,11 +395,6 @@ def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
     """Return the configs that leave the race now. The current best never leaves, since the others are compared with it.
 
     Configs that are slower than the leader beyond noise leave, and of the rest all but the ``keep`` fastest.
-
-    Args:
-        rounds: those of all configs still in the race.
-        current_best: the config to beat.
-        keep: how many candidates go on.
     """
     ranked = _ranked(rounds, current_best)
     leader = ranked[0]
@@ -536,3 +515,153 @@ def refusal(result: CompileResult) -> str | None:
     lines = [line.strip() for line in result.log.splitlines() if re.search(r"\w", line)]
     errors = [line for line in lines if re.search(r"error\b", line, re.IGNORECASE)]
     return (errors or lines or ["the compiler said nothing"])[-1][:300]
+
+
+# ---- tile sizes of another project ---------------------------------------------------------------
+# Tile sizes that vLLM tuned for its fused_moe, as starting points of a search for our Triton experts.
+#
+# A file of vLLM names experts, intermediate size, device and dtype, and has a config by number of tokens. It is no measurement of
+# our kernels: their nearest configs are only tried first, and are verified and raced like any other.
+
+
+NEAREST = 2
+"""Number of configs that a table gives for each Workload."""
+LARGEST = 1 << 30
+"""Maximum of a size and of a number of tokens."""
+_NAME = re.compile(
+    r"E=(?P<experts>\d+),N=(?P<width>\d+),device_name=(?P<device>[^,]+)(,dtype=(?P<dtype>[^,]+))?"
+    r"(,block_shape=\[(?P<block>[\d, ]+)\])?\.json"
+)
+SIZES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
+IGNORED = ("SPLIT_K", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
+"""Keys that have no counterpart in our kernels."""
+_DTYPES = {None: ("bfloat16", "float16", "float32"), "fp8_w8a8": ("float8_e4m3fn",)}
+"""Name of a dtype in a file's name -> dtypes of the weights."""
+_COLUMNS = {
+    4: ("BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages"),
+    3: ("BLOCK_SIZE_N", "num_warps", "num_stages"),
+}
+_TABLES: dict[str, dict[str, float]] = {
+    "UP": {"_UP": 0.5, "_CONFIGS": 1.0},
+    "DOWN": {"_DOWN": 1.0, "_CONFIGS": 1.0},
+    "VARIANT": {"_FIRST": 0.5, "_SECOND": 1.0},
+}
+"""Tunable that is an index -> tables of the source by BLOCK_M, and the share of vLLM's columns in ours.
+
+A tile of ``_UP`` and ``_FIRST`` has as many columns of up beside those of gate, and vLLM's has both in its BLOCK_SIZE_N.
+"""
+_Table = Mapping[int, Sequence[Sequence[int]]]
+_DIRECT = {"BLOCK_M": "BLOCK_SIZE_M", "GROUP_M": "GROUP_SIZE_M", "num_warps": "num_warps", "num_stages": "num_stages"}
+
+
+@dataclass(frozen=True)
+class TunedSizes:
+    """A file of tile sizes: what it is tuned for, and the sizes by number of tokens."""
+
+    file: str
+    experts: int
+    width: int
+    device: str
+    dtype: str | None
+    by_tokens: Mapping[int, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A config to try first, and where it is from."""
+
+    config: Config
+    reason: str
+
+
+def read_tile_sizes(path: Path) -> TunedSizes:
+    """Read one file of vLLM's ``fused_moe/configs``; refuse another form, or a dtype of no kernel here."""
+    named = _NAME.fullmatch(path.name)
+    if named is None:
+        raise UsageError(
+            f"{path.name} does not name tile sizes of vLLM's fused_moe: E=...,N=...,device_name=...[,dtype=...].json",
+            code="tile_sizes_name",
+        )
+    if named["dtype"] not in _DTYPES:
+        known = ", ".join(name for name in _DTYPES if name)
+        raise UsageError(
+            f"{path.name} is for {named['dtype']}, which no experts here take; of vLLM's dtypes they take none and {known}.",
+            code="tile_sizes_dtype",
+        )
+    try:
+        content = json.loads(read_bytes(path, "tile sizes"))
+        rows = {int(tokens): row for tokens, row in content.items() if tokens != "triton_version"}
+        sizes = {tokens: {key: row[key] for key in SIZES} for tokens, row in rows.items()}
+    except (RecordError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} has no tile sizes by number of tokens: {type(error).__name__}: {error}", code="tile_sizes_content"
+        ) from None
+    wrong = [(tokens, "the number") for tokens in sizes if not 0 < tokens <= LARGEST]
+    wrong += [
+        (tokens, key)
+        for tokens, row in sizes.items()
+        for key, size in row.items()
+        if type(size) is not int or not 0 < size <= LARGEST
+    ]
+    if wrong or not sizes:
+        where = (
+            f"{wrong[0][1]} at {wrong[0][0]} tokens is no whole number from 1 to {LARGEST}" if wrong else "it is empty"
+        )
+        raise UsageError(f"{path} has no tile sizes by number of tokens: {where}.", code="tile_sizes_content")
+    return TunedSizes(path.name, int(named["experts"]), int(named["width"]), named["device"], named["dtype"], sizes)
+
+
+def starts(tuned: TunedSizes, solution: SolutionFiles, definition: Definition, workload: Workload) -> list[Start] | str:
+    """Return the configs of a Solution nearest to the tuned sizes, nearest first, or why the file says nothing about it."""
+    axes = definition.bind_axes(workload.axes)
+    if not {"M", "E", "I"} <= set(axes) or solution.record.spec.language != "triton":
+        return f"{solution.name} is no Triton kernel of experts with tokens M, experts E and intermediate size I"
+    if (axes["E"], axes["I"]) != (tuned.experts, tuned.width):
+        return f"{axes_key(workload.axes)}: the tile sizes are for E={tuned.experts} and I={tuned.width}"
+    dtypes = definition.bind_dtypes(workload.dtypes)
+    stacked = [name for name in definition.tensor_inputs if len(definition.inputs[name].shape or ()) == 3]
+    weights = definition.dtype_of(stacked[0], dtypes) if stacked else "no weights of experts"  # scales come after them
+    if weights not in _DTYPES[tuned.dtype]:
+        return f"{solution.name} takes {weights}, and the tile sizes are for {tuned.dtype or 'weights that are not quantised'}"
+    tokens = min(tuned.by_tokens, key=lambda one: abs(math.log2(one / max(axes["M"], 1))))
+    wanted = tuned.by_tokens[tokens]
+    tables = _tables(solution)
+    ranked = [(_far_apart(config, wanted, tables), config) for config in solution.record.configs()]
+    near = [(distance, config_id(config), config) for distance, config in ranked if distance is not None]
+    near.sort(key=lambda item: item[:2])
+    if not near:
+        return f"{solution.name} states no sizes of its tiles"
+    reason = f"nearest to vLLM's tile sizes at M={tokens} on {tuned.device}"
+    return [Start(config, reason) for _, _, config in near[:NEAREST]]
+
+
+def _tables(solution: SolutionFiles) -> dict[str, _Table]:
+    """Return the tables of launch configurations in the sources, by name."""
+    known = {name for tables in _TABLES.values() for name in tables}
+    found: dict[str, _Table] = {}
+    for path, content in solution.sources.items():
+        for node in ast.parse(content).body if path.endswith(".py") else ():
+            names = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Assign) and known & set(names):
+                found |= dict.fromkeys(names, ast.literal_eval(node.value))
+    return found
+
+
+def _far_apart(config: Config, wanted: Mapping[str, int], tables: Mapping[str, _Table]) -> float | None:
+    """Return the distance of a config from tile sizes in log2; None if it says nothing about rows of a tile."""
+    rows = config.get("BLOCK_M")
+    if not isinstance(rows, int):
+        return None
+    total = 0.0
+    for name, value in config.items():
+        if name in _DIRECT:
+            total += abs(math.log2(float(value) / wanted[_DIRECT[name]]))
+        elif name in _TABLES:
+            shares = [(tables[table], share) for table, share in _TABLES[name].items() if table in tables]
+            if not shares or any(rows not in table for table, _ in shares):  # single tokens have no tile of rows
+                return None
+            for table, share in shares:
+                row = table[rows][int(value)]
+                for have, key in zip(row, _COLUMNS[len(row)], strict=True):
+                    total += abs(math.log2(have / (wanted[key] * (share if key == "BLOCK_SIZE_N" else 1.0))))
+    return total

@@ -27,13 +27,16 @@ from tilegym_db.measurement.tune.search import (
     Search,
     SearchBudget,
     SearchHistory,
+    Start,
     Step,
+    TunedSizes,
     candidate_order,
     history_of,
     is_faulty,
     nearest_winners,
+    read_tile_sizes,
+    starts,
 )
-from tilegym_db.measurement.tune.tile_sizes import Start, TunedSizes, read_tile_sizes, starts
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
@@ -111,21 +114,14 @@ def tune(
 
     A winner passes the screen of :func:`~tilegym_db.bench` in fresh processes: its config is compared with the reference on
     the fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``verify`` measure it together
-    with the defaults. Configs that lost in an earlier run are not tried again.
+    with the defaults. Configs that lost in an earlier run are not tried again. Other arguments are those of ``bench``.
 
     Args:
-        names: Definitions or Solutions; empty means all.
-        devices: as for :func:`~tilegym_db.bench`.
-        language: only Solutions in this language.
-        workload: glob over uuid, tags and axes key.
         budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
             completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
         force: ignore what earlier runs tried.
         start: a file of tile sizes that vLLM tuned for its fused_moe; the nearest configs are tried first.
-        catalog: the records; the shipped ones and the user's overlay by default.
-        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
-        observer: callbacks for progress.
 
     Raises:
         HardwareError: the requested GPU is not the one in this machine.
@@ -227,21 +223,14 @@ class _TuneSink:
 
     def take(self, content: TuningStep | TuneResult) -> None:
         if isinstance(content, TuningStep):
-            self.step(content)
-        else:
-            self.result(content)
-
-    def step(self, step: TuningStep) -> None:
-        self.log.append(step)
-        self.report.steps.append(step)
-        self.observer.stepped(step)
-
-    def result(self, result: TuneResult) -> None:
-        same = (result.solution, result.workload_uuid)
-        report = self.report
-        report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]
-        report.results.append(result)
-        self.observer.finished(result)
+            self.log.append(content)
+            self.report.steps.append(content)
+            self.observer.stepped(content)
+            return
+        same = (content.solution, content.workload_uuid)
+        others = [item for item in self.report.results if (item.solution, item.workload_uuid) != same]
+        self.report.results = [*others, content]
+        self.observer.finished(content)
 
 
 def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workload, SolutionFiles]]]:
@@ -258,7 +247,9 @@ def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workloa
         pairs = found[item.definition.name] = []
         for workload in item.workloads:
             for solution in tunable:
-                reason = _excluded(item.definition, solution, workload, machine)
+                reason = solution.record.unsupported_at(
+                    item.definition, workload, machine.sm if machine.is_gpu else None
+                )
                 if reason is None:
                     pairs.append((workload, solution))
                 else:
@@ -280,12 +271,6 @@ def _take_starts(
                 known.starts[solution.digest, item.definition.digest, workload.uuid] = found
     used = f"{tuned.file}: tried first on {len(known.starts)} pairs of solution and workload"
     return [used, *(f"{tuned.file}: not used, {reason}" for reason in reasons)]
-
-
-def _excluded(definition: Definition, solution: SolutionFiles, workload: Workload, machine: Machine) -> str | None:
-    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-    target = machine.sm if machine.is_gpu else None
-    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)
 
 
 # ---- one Solution ---------------------------------------------------------------------------------

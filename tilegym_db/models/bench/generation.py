@@ -57,14 +57,10 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
 
     The cache is made once and emptied before each call. A new cache would have other addresses, so CUDA graphs would be captured
     again and their time would count in every generation.
+
     Args:
-        model: a causal language model.
-        ids: token ids [batch, prompt].
         new: tokens to generate, at least 2: the prefill runs eagerly.
         backend: the backend of torch.compile; on a GPU ``inductor`` uses CUDA graphs, the default of transformers.
-
-    Raises:
-        UsageError: transformers has no cache of fixed size for some layers of the model.
     """
     from transformers import CompileConfig, StaticCache
 
@@ -92,8 +88,6 @@ def prefill(model: Any, ids: ModelInputs, backend: str | None = None) -> Generat
     """Return the forward over the prompt alone, with the logits of the last token, like the first step of ``generate``.
 
     Args:
-        model: a causal language model.
-        ids: token ids [batch, prompt], or the arguments of the forward by name.
         backend: the backend of torch.compile; None runs the model eagerly.
     """
     forward: Callable[..., Any] = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
@@ -278,19 +272,11 @@ class LibraryProcess:
             self._process.join()
 
     def ready(self) -> str:
-        """Wait until the process is ready; return the library's name and version.
-
-        Raises:
-            ToolchainError: the library is unavailable; the message has the reason.
-        """
+        """Wait until the process is ready; return the library's name and version, or raise with the reason."""
         return str(self._answer(START_TIMEOUT_S))
 
     def __call__(self) -> Generation:
-        """Return one generation, timed inside the process.
-
-        Raises:
-            ToolchainError: the library failed; the message has the reason.
-        """
+        """Return one generation, timed inside the process."""
         try:
             self._connection.send("generate")
         except OSError:

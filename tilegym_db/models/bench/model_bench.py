@@ -99,14 +99,9 @@ def model_bench(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        options: the generation and the execution modes.
-        observer: called after every round.
 
     Returns:
         The record, which is not stored yet, and the handle of the patch (undone already) for its report.
-
-    Raises:
-        UsageError: the config, the dtype, a library's name or a number has no valid value.
     """
     options.check()
     config = load_config(path, options.layers)
@@ -149,13 +144,6 @@ def time_instance(
     model: Any, ids: Any, machine: Machine, rounds: int, require: Collection[str] = ()
 ) -> tuple[Speedups, Handle]:
     """Time the prefill of a model in memory, stock against a patched twin with the same weights; store nothing.
-
-    Args:
-        model: a causal language model in eval mode.
-        ids: token ids [batch, tokens].
-        machine: the machine that the model is on.
-        rounds: counted calls of each of the two.
-        require: what must be verified of the bits of the kernels.
 
     Returns:
         The speedup of the patched model, and the handle of the patch (undone already) for its report.

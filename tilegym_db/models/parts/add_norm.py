@@ -197,7 +197,6 @@ def ends_of(
     """Return the functions that the rewritten forward of a layer calls for its last sum and its first norm.
 
     Args:
-        add_norm: the function for a sum and its norm within a layer.
         name: the attribute of the first norm.
         followers: layers and the ones after them.
         file: with the forward of the layers and that of the model that calls them.
@@ -301,7 +300,6 @@ def add_norm_function(
     :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
     Args:
-        site: the call site of the fused Definition.
         attributes: the norm's attributes or constants for the inputs after the two operands, in order.
         norm_class: the class of the norms that were probed, without a patch.
         weights: the places in ``attributes`` of those that are tensors, which may need a gradient.

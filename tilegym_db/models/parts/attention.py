@@ -377,12 +377,7 @@ class Interfaces:
 
 
 def attention_function(stock: Function, sites: Sites) -> Function:
-    """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
-
-    Args:
-        stock: the original function.
-        sites: the call sites.
-    """
+    """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None)."""
 
     read = other_options(stock)
     others = (*sorted(read), SINKS) if isinstance(read, frozenset) else (SINKS,)
@@ -465,9 +460,6 @@ def why_stock(
 
     Args:
         module: the attention module, which states how many query heads share a key head and if it is causal.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        options: the other arguments by name, including the mask.
         others: the options that stock code reads and that no Definition knows.
     """
     if options.get("attention_mask") is not None:

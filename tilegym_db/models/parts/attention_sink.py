@@ -140,12 +140,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
 
 
 def attention_function(stock: Function, sites: Sites) -> Function:
-    """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
-
-    Args:
-        stock: the original function, which also returns the weights.
-        sites: the call sites.
-    """
+    """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None)."""
     masks, read = Masks(), read_options(stock, READ_OF_MODULE)
     others = sorted(read) if isinstance(read, frozenset) else ()  # a text that is stated reads no other
 
@@ -209,10 +204,6 @@ def why_stock(
 
     Args:
         module: the attention module, with its sinks, which states how many query heads share a key head.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        value: [B, Hkv, Skv, D].
-        options: the other arguments by name.
         others: those that stock code reads and that no Definition knows. No probe has them.
     """
     for name in others:
@@ -245,8 +236,6 @@ class Masks:
 
         Args:
             mask: [B, 1, Sq, Skv], added to the scores.
-            query: [B, Hq, Sq, D].
-            key: [B, Hkv, Skv, D].
             window: Sq if there is none.
         """
         length = query.shape[2]

@@ -140,12 +140,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
 
 
 def attention_function(stock: Function, sites: Sites) -> Function:
-    """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
-
-    Args:
-        stock: the original function.
-        sites: the call sites, of which there is one.
-    """
+    """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None)."""
     site, read = sites.bidirectional, other_options(stock)
     others = (*sorted(read - {BIAS}), SINKS) if isinstance(read, frozenset) else (SINKS,)
 

@@ -96,12 +96,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
 
 
 def attention_function(stock: Function, sites: Sites) -> Function:
-    """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
-
-    Args:
-        stock: the original function, which also returns the weights.
-        sites: the call sites, of which there is one.
-    """
+    """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None)."""
     site = sites.masked_prefill
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:

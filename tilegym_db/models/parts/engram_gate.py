@@ -245,7 +245,6 @@ def gate_function(
     """Return ``gate(module, keys, values, streams)``, which runs a kernel, or ``own`` if no kernel serves the call.
 
     Args:
-        match: the Definition that the module computes.
         own: the model's own code.
         classes: the classes of the norms that were probed, without a patch.
     """

@@ -376,9 +376,7 @@ def experts_forward(
     """Return the forward of experts, as :func:`forward` describes it.
 
     Args:
-        stock: the forward of the class, including the wrapper.
         own: the probed code.
-        match: the Definition, with the attributes of the inputs that the module keeps.
         weights: the attributes that are tensors.
     """
     attributes, definition = _kept(match), match.definition
@@ -442,7 +440,6 @@ def why_stock(given: Sequence[Any], weights: Sequence[Any]) -> str:
     """Return the reason if no kernel may be asked for a call; empty if one may.
 
     Args:
-        given: the arguments of the call.
         weights: the module's weights; other kinds than plain tensors are quantised or distributed over several GPUs.
     """
     if any([type(value) is not torch.Tensor or value.dim() != 2 for value in given]):
@@ -474,10 +471,8 @@ def drawn_for(
     """Return every tensor of a Definition of experts, by name.
 
     Args:
-        definition: a Definition with inputs as this module describes.
         kept: the inputs that a module keeps.
         names: hidden states, or hidden states, ids and weights.
-        device: the device of the tensors.
     """
     draw, sizes = Draw(device), {**dict.fromkeys(definition.axes, SIZES["H"]), **SIZES}
     x, *routing = names

@@ -243,11 +243,7 @@ class _Scope:
 
 
 def _why_not(head: Any, hidden: Any, is_frozen: bool) -> str:
-    """Return the reason for a head to compute its logits; empty if a kernel may compute the loss in place of them.
-
-    Args:
-        is_frozen: the weight needed no gradient at patch time.
-    """
+    """Return the reason for a head to compute its logits; empty if a kernel may compute the loss in place of them."""
     if type(head) is not torch.nn.Linear or head.bias is not None or has_hooks(head):
         return OTHER_HEAD
     if type(hidden) is not torch.Tensor:
@@ -376,11 +372,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the gradients, scaled by that of the loss.
-
-        Raises:
-            UsageError: the gradients are to be differentiated again.
-        """
+        """Return the gradients, scaled by that of the loss; they cannot be differentiated again."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "a loss that was computed without logits has no second derivative. Leave out create_graph, or patch without "

@@ -149,7 +149,6 @@ def connection_forward(
     """Return the forward of hyper-connections, as :func:`forward` describes it.
 
     Args:
-        stock: the forward of the class.
         kept: (attribute, constant in its place) of each input after the streams, in order.
         children: the classes of the probed submodules, which must still be the same and have no hooks.
     """

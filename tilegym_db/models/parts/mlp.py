@@ -282,9 +282,7 @@ def mlp_forward(
     """Return the forward of a gated MLP, as :func:`forward` describes it.
 
     Args:
-        stock: the forward of the class.
         projections: the attributes whose results are the Definition's inputs, in order.
-        output: the attribute of the last projection.
         activation: the attribute of the activation; None if the activation is part of the code.
         probed: the activation at the time of the probe: the class of a module, or the function itself.
         is_product: True if a call without a kernel is ``activation(gate) * up``; else the Definition's stock solution runs,

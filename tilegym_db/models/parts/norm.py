@@ -301,8 +301,6 @@ def norm_forward(
     """Return the forward of a norm.
 
     Args:
-        stock: the forward of the class.
-        site: the call site of the Definition.
         attributes: the attributes of the module for the inputs after x, in order. A number in place of a name is the
             value of the input, or of every element of the weight.
         weights: the places in ``attributes`` of those that are tensors.

@@ -162,10 +162,8 @@ def normed_rope_function(
     """Return ``(self, q, k, cos, sin, rotary) -> (q, k)``; both results are heads [B, H, S, D], as after the rotary function.
 
     Args:
-        site: the call site of the fused Definition.
         place: where the forward has its norms; q and k are [B, S, H, D] if it turns them after their norms.
         norm_class: the class of the norms that were probed, without a patch.
-        kept: returns the weight and the epsilon of a norm.
     """
     of_queries, of_keys = place.norms
     is_cast = norm_part.is_cast(norm_class)

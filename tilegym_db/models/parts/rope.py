@@ -161,8 +161,6 @@ def rope_function(
     """Return a rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
 
     Args:
-        stock: the function of the model.
-        code: the Definition that it computes, and how.
         training: the flag of the modules whose forward calls it.
     """
     names, order, heads, tables, defaults = code.names, code.order, code.heads, code.tables, code.defaults
@@ -375,13 +373,7 @@ def as_complex(table: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_code(function: FunctionType, known: KnownCode, device: torch.device, name: str) -> RotaryCode | str:
-    """Return the Definition that a function computes, or the reason if there is none.
-
-    Args:
-        known: the Definitions.
-        device: the device of the probe.
-        name: the name of the function in the reason.
-    """
+    """Return the known Definition that a function computes, or the reason with its ``name`` if there is none."""
     reached = _reached(function)
     key = (*map(id, reached), id(known.catalog), device)
     kept = _answers.get(function)

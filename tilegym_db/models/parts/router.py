@@ -324,14 +324,7 @@ def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
 def _with_constants(
     other: Module, match: DefinitionMatch, changed: Sequence[_Recorded | str], known: KnownCode
 ) -> DefinitionMatch:
-    """Return a match with 1.0 for each number that the code does not depend on, such as the least divisor of no division.
-
-    Args:
-        other: the router with changed settings.
-        match: a match that fits it.
-        changed: the calls of the changed router.
-        known: what the Definitions state.
-    """
+    """Return a match with 1.0 for each number that the code does not depend on, such as the least divisor of no division."""
     for name in match.code.attributes:
         if match.definition.inputs[name].dtype not in FLOATS or not match.definition.inputs[name].is_scalar:
             continue

@@ -137,9 +137,7 @@ class Context:
         """Check the name of an attribute of any value.
 
         Args:
-            node: where.
-            name: of the attribute.
-                resolved: True if the whole path is known and already checked.
+            resolved: True if the whole path is known and already checked.
             own: True for an attribute of an instance of an own class.
         """
         if name.startswith("__") and name.endswith("__"):
@@ -365,11 +363,7 @@ class Names:
     """
 
     def __init__(self, modules: Mapping[str, Module]) -> None:
-        """Bind every name of ``modules``, which go by their dotted names, and follow the aliases among them.
-
-        Raises:
-                ValueError: a name has more than :data:`MAX_MEANINGS` meanings.
-        """
+        """Bind every name of ``modules``, which go by their dotted names, and follow the aliases among them."""
         self.modules = modules
         self._final: dict[tuple[ast.expr, Scope], frozenset[str]] | None = None
         self._meanings: dict[Key, frozenset[str]] = {}

@@ -46,10 +46,6 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
     """Return all findings in the sources of a Solution, by path and line.
 
     Nothing is imported, run or read from disk.
-
-    Args:
-        solution: its language and dependencies decide which imports and which rules hold.
-        sources: path -> bytes, as the catalog read them.
     """
     return _scan(sources, solution.spec.language, distribution_roots(solution.spec.dependencies))
 

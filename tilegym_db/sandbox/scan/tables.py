@@ -236,7 +236,6 @@ def import_rule(module: str, language: str, declared: frozenset[str]) -> str | N
 
     Args:
         module: dotted name, absolute, not one of the Solution's own.
-        language: of the Solution.
         declared: :func:`distribution_roots` of its dependencies.
     """
     root = module.partition(".")[0]

@@ -367,11 +367,8 @@ def best_rows(
     """Return the fastest verified trace per definition, GPU and shape; columns as in the view ``traces``.
 
     Args:
-        gpu: a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
         axes: only shapes with these sizes; other axes may have any.
         language: return the fastest in this language, even if another one is faster.
-        limit: maximum number of rows.
-        for_table: return the :data:`TABLE_COLUMNS` only.
     """
     values = {
         "definition": definition,
@@ -407,7 +404,6 @@ def size_rows(
     :func:`best_rows`.
 
     Args:
-        solution: only this one.
         all_dtypes: a row for each dtype binding; otherwise the one measured at most sizes.
     """
     return store.rows(
@@ -472,11 +468,7 @@ Winner = Literal["a", "b", "neither"]
 
 
 def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
-    """Return which of two solutions is faster, and the reason why that is known or not.
-
-    Args:
-        row: as :func:`rows_of_both` returns it.
-    """
+    """Return which of two solutions of a row of :func:`rows_of_both` is faster, and why that is known or not."""
     faster: Literal["a", "b"] = "a" if row["a_us"] <= row["b_us"] else "b"
     slower = "b" if faster == "a" else "a"
     fast, slow = row[f"{faster}_us"], row[f"{slower}_us"]

@@ -135,8 +135,6 @@ def promoted_rows(
     :func:`~tilegym_db.published.entries.why_not_trusted`.
 
     Args:
-        gpu: a slug.
-        shipped: keys of sources that the package ships (:func:`~tilegym_db.published.snapshot.source_key`).
         audience: ``others`` for results that leave this machine.
     """
     fastest: dict[tuple[str, ...], dict[str, Any]] = {}
