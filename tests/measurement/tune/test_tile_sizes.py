@@ -10,14 +10,8 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.measurement.tune.search import (
-    ConfigCandidate,
-    Start,
-    candidate_order,
-    history_of,
-    read_tile_sizes,
-    starts,
-)
+from tilegym_db.measurement.tune.search import ConfigCandidate, candidate_order, history_of
+from tilegym_db.measurement.tune.tile_sizes import Start, read_tile_sizes, starts
 from tilegym_db.paths import shipped_root
 
 NAME = "E=128,N=768,device_name=NVIDIA_H200.json"

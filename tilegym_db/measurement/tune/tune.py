@@ -27,16 +27,13 @@ from tilegym_db.measurement.tune.search import (
     Search,
     SearchBudget,
     SearchHistory,
-    Start,
     Step,
-    TunedSizes,
     candidate_order,
     history_of,
     is_faulty,
     nearest_winners,
-    read_tile_sizes,
-    starts,
 )
+from tilegym_db.measurement.tune.tile_sizes import Start, TunedSizes, read_tile_sizes, starts
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
