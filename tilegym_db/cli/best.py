@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 1 << 31
-MAX_TABLE_ROWS = 2000
-"""Rows of a table without ``--limit``; a larger one takes seconds to lay out, and is read by programs only."""
+MAX_TABLE_ROWS = 500
+"""Rows of a table without ``--limit``; more are read by programs only, and would be half of the time of the command."""
 
 
 @with_form
