@@ -100,7 +100,9 @@ _GIVEN_DEFINITIONS = """(SELECT unnest(from_json($records::JSON,
     recursive := true))"""
 _GIVEN_SOLUTIONS = """(SELECT unnest(from_json($records::JSON,
     '[{"name":"VARCHAR","definition":"VARCHAR","digest":"VARCHAR","record":"JSON"}]'), recursive := true))"""
-_GIVEN_KEYS = """(SELECT unnest(from_json($records::JSON, '[{"name":"VARCHAR","digest":"VARCHAR"}]'), recursive := true))"""
+_GIVEN_KEYS = (
+    """(SELECT unnest(from_json($records::JSON, '[{"name":"VARCHAR","digest":"VARCHAR"}]'), recursive := true))"""
+)
 _GIVEN_WORKLOADS = """(SELECT unnest(from_json($records::JSON,
     '[{"uuid":"VARCHAR","definition":"VARCHAR","axes_key":"VARCHAR","dtypes_key":"VARCHAR","record":"JSON"}]'),
     recursive := true))"""
