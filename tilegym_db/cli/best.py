@@ -313,9 +313,10 @@ def compare_command(
     if not form.is_table:
         write_records(form, rows)
         return
+    letters = {a: "a", b: "b"}  # as in the other columns; names that are cut look alike
     print_table(
         COMPARE_COLUMNS,
-        [cells(row) for row in rows],
+        [cells({**row, "faster": letters.get(row["faster"])}) for row in rows],
         wide=form.wide,
         least=COMPARE_DROPPED_FIRST,
         most=COMPARE_DROPPED_LAST,

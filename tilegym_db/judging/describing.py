@@ -121,7 +121,7 @@ def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]
         observe, base, fixed, packed = _gpu_mode(names, text, given)
     seen = observe(base)
     if not any(one["role"] == INPUT for one in seen):
-        raise NotDescribed("none of its inputs is a tensor")
+        raise NotDescribed("none of its inputs is a tensor with elements")
     run = _run_of(names, seen) if form == KERNELBENCH else ""
     axes, shapes = _axes(observe, base, seen, fixed)
     _check_at_other_sizes(observe, base, axes, shapes)
