@@ -357,7 +357,14 @@ def read_record(path: Path) -> Solution:
     if of_family_file(path):
         file = file_of(path)
         return solution_of_family(read_bytes(file, "family"), file, "" if path == file else name_at(path))
-    content = read_bytes(path, "solution")
+    try:
+        content = read_bytes(path, "solution")
+    except RecordError as error:
+        if path.name != RECORD_NAME or path.exists():
+            raise
+        raise RecordError(
+            f"{error} To write one: tilegym-db new solution DEFINITION --language triton", code=error.code
+        ) from None
     try:
         return Solution.from_json(content, path)
     except RecordError as error:

@@ -105,7 +105,7 @@ def create_database(
         remove_database(staging)  # left by a killed process
         wanted = fingerprints(catalog, path.parent)  # before the files are read, so that a later change is seen
         with _uncollected(), ThreadPoolExecutor(1) as ahead:
-            # DuckDB plans the views meanwhile, which takes as long and needs no Python.
+            # At the same time DuckDB plans the views, which needs no Python.
             read = ahead.submit(_read_catalog, catalog, path.parent)
             with new_store(staging) as store:
                 report = _fill(store, path, catalog, history, keep_traces, wanted, read)
