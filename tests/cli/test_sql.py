@@ -195,3 +195,9 @@ def test_pipe_has_whole_cells_of_the_columns_asked_for(cli, row_scale, monkeypat
     name = "attention_masked_decode_backward_triton"
     shown = cli("sql", f"SELECT 1 AS n, '{name}' AS solution, '{name * 2}' AS note, '{name}' AS again").out
     assert shown.splitlines()[2].split() == ["1", name, name * 2, name]
+
+
+def test_wide_view_in_a_pipe_keeps_names_and_times(cli):
+    heading = cli("sql", "FROM best WHERE gpu = 'h200' LIMIT 3").out.split("\n")[0].split()
+    assert {"definition", "solution", "axes_key", "latency_us", "speedup"} <= set(heading)
+    assert {"run_id", "solution_digest", "workload_uuid"}.isdisjoint(heading)

@@ -39,6 +39,7 @@ BAD = {
     "nothing.py": (SMALL.replace("[torch.rand(rows, columns)]", "[]"), "missing 1 required"),
     "number.py": (SMALL.replace("[torch.rand(rows, columns)]", "[2.0]").replace("torch.softmax(x, dim=1)", "torch.ones(3)"),
                   "none of its inputs is a tensor"),
+    "in_place.py": (SMALL.replace("return torch.softmax(x, dim=1)", "return x.mul_(2)"), "writes to its input x"),
     "infinite.py": (NUMBER.format("float('inf')"), "finite"),
     "double.py": (SMALL + "torch.set_default_dtype(torch.float64)\n", "float64"),
     "软件.py": (SMALL, "Rename it"),
@@ -94,10 +95,12 @@ def test_file_that_is_no_python_is_named_as_such(dialect: str, tmp_path: Path) -
 
 
 @pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
-def test_two_problems_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written(tmp_path / "set", {"a b.py": SMALL, "a-b.py": SMALL})
-    with raises(RecordError, "record_repeated", "a_b"):
-        import_data_set(folder, home=tmp_path / "home")
+def test_second_problem_of_one_name_is_refused_alone(tmp_path: Path) -> None:
+    folder = written(tmp_path / "set", {"a b.py": SMALL, "a-b.py": SMALL.replace("dim=1", "dim=0")})
+    found = import_data_set(folder, home=tmp_path / "home").data_set
+    assert [(item.name, item.path) for item in found.of_kind("definition")] == [("a_b", "a b.py")]
+    reasons = {item.path: item.reason for item in found.refused}
+    assert "'a_b' is that of a b.py too" in reasons["a-b.py"]
 
 
 def test_a_problem_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

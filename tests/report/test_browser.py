@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -234,6 +235,24 @@ def test_first_screen_has_the_speedup_of_each_family_as_in_sql(
         [row["middle"], row["low"], row["high"]], rel=6e-3
     )
     assert int(said_of[4]) == row["n"]
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_labels_of_the_first_chart_can_be_read(
+    width: int, shipped_report: ReportData, show: Callable[..., Any]
+) -> None:
+    tab = show(shipped_report)
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.reload()
+    boxes = sorted((box["x"], box["width"], box["height"]) for box in boxes_of(tab, "#plot-speedups .axis text"))
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    assert len(boxes) >= 4
+    assert all(x + wide < following for (x, wide, _), (following, *_) in itertools.pairwise(boxes))
+    assert min(high for *_, high in boxes) >= 11
+
+
+def boxes_of(tab: Any, selector: str) -> list[dict[str, float]]:
+    return [one.bounding_box() for one in tab.locator(selector).all()]
 
 
 def test_filter_of_an_operator_leaves_no_other(shipped_report: ReportData, show: Callable[..., Any]) -> None:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 1 << 31
-MAX_TABLE_ROWS = 2000
-"""Rows of a table without ``--limit``; a larger one takes seconds to lay out, and is read by programs only."""
+MAX_TABLE_ROWS = 500
+"""Rows of a table without ``--limit``; more are read by programs only, and would be half of the time of the command."""
 
 
 @with_form
@@ -309,9 +309,10 @@ def compare_command(
     if not form.is_table:
         write_records(form, rows)
         return
+    letters = {a: "a", b: "b"}  # as in the other columns; names that are cut look alike
     print_table(
         COMPARE_COLUMNS,
-        [cells(row) for row in rows],
+        [cells({**row, "faster": letters.get(row["faster"])}) for row in rows],
         wide=form.wide,
         least=COMPARE_DROPPED_FIRST,
         most=COMPARE_DROPPED_LAST,

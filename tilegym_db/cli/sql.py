@@ -97,11 +97,26 @@ def print_answer(result: QueryResult, form: Form) -> None:
         wide = form.wide or (not has_width() and len(result.columns) <= MAX_WHOLE_COLUMNS)
         rows = _with_short_types(result.rows) if result.columns[-3:] == _DESCRIPTION else result.rows
         chosen = result.columns if len(result.columns) <= MAX_WHOLE_COLUMNS else ()
-        print_table(result.columns, rows, wide=wide, prose=_sentences(result), key=chosen)
+        print_table(
+            result.columns,
+            rows,
+            wide=wide,
+            prose=_sentences(result),
+            key=chosen,
+            least=() if chosen else DROPPED_FIRST,
+            most=() if chosen else DROPPED_LAST,
+        )
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)
 
+
+DROPPED_FIRST = (
+    "trace_id", "run_id", "timestamp", "definition_digest", "solution_digest", "workload_uuid", "definition_version", "op_type",
+    "axes", "dtypes", "scalars", "layouts", "blobs", "config", "language", "role",
+)  # fmt: skip
+DROPPED_LAST = ("definition", "gpu", "axes_key", "solution", "latency_us", "speedup", "ratio", "status")
+"""Columns of a view with many, by what they say of a kernel: ids first, times and names last."""
 
 _DESCRIPTION = ("column_name", "column_type", "comment")
 _STRUCT = re.compile(r"STRUCT\((.*)\)((?:\[\])*)", re.DOTALL)

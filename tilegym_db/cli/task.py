@@ -112,6 +112,9 @@ def from_model(
         shown.add(row["part"])
     print_table(columns, [tuple(row[name] for name in columns) for row in rows], prose=("outcome",))
     note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt_tokens} tokens")
+    tasks = [row["outcome"].removeprefix("task ") for row in rows if row["outcome"].startswith("task ")]
+    if tasks:
+        note(f"Next, for the largest share that has a task: tilegym-db task prompt {tasks[0]}")
 
 
 @app.command("prompt")

@@ -108,7 +108,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
     try:
         return Adapted(Definition.from_dict(value, f"{found.origin}/{item.path}"), tuple(on_tensors), entry)
     except RecordError as error:
-        return f"cannot be a definition here: {error}"
+        return f"cannot be a definition here: {str(error).rstrip('.')}"
 
 
 def _why_not(record: Mapping[str, Any]) -> str | None:

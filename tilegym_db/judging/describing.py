@@ -117,7 +117,7 @@ def _described(form: str, text: str, given: Mapping[str, Any]) -> dict[str, Any]
         observe, base, fixed, packed = _gpu_mode(names, text, given)
     seen = observe(base)
     if not any(one["role"] == INPUT for one in seen):
-        raise NotDescribed("none of its inputs is a tensor")
+        raise NotDescribed("none of its inputs is a tensor with elements")
     run = _run_of(names, seen) if form == KERNELBENCH else ""
     axes, shapes = _axes(observe, base, seen, fixed)
     _check_at_other_sizes(observe, base, axes, shapes)
@@ -169,12 +169,18 @@ def _kernelbench(names: dict[str, Any], text: str) -> tuple[Callable[[Sizes], li
             model = names["Model"](*names["get_init_inputs"]())
             _check_module(model)
             origins.forbidden = True
+            versions = [getattr(value, "_version", 0) for value in inputs]
             with torch.no_grad():
                 returned = model(*inputs)
         parameters = inspect.signature(names["Model"].forward).parameters
         called = [name for name in parameters if name != "self"][: len(inputs)]
         if len(called) < len(inputs):
             called = [f"x_{at}" for at in range(len(inputs))]
+        for name, value, version in zip(called, inputs, versions, strict=True):
+            if getattr(value, "_version", 0) != version:
+                raise NotDescribed(
+                    f"its forward() writes to its input {name}, and an operator leaves its inputs as they are"
+                )
         seen = [_one(value, INPUT, name, kind) for value, name, kind in zip(inputs, called, kinds, strict=True)]
         weights = [_one(value, WEIGHT, key, None) for key, value in model.named_parameters()]
         return [*seen, *weights, *_outputs(returned)]

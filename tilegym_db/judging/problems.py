@@ -507,6 +507,10 @@ def _add(found: Collection, kind: Any, record: dict[str, Any], path: str) -> boo
         found.refuse(path, problems)
         return False
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+    first = None if kind == "workload" else found.first_of(kind, record["name"], digest, path)
+    if first is not None:  # names are made of paths here, so that two files can have the same one
+        found.refuse(path, [("", f"its name '{record['name']}' is that of {first[0]} too. Rename one of them")])
+        return False
     findings = []
     if kind == "definition" and record["contents_unknown"]:
         names = ", ".join(record["contents_unknown"])

@@ -24,8 +24,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json
-
 from tilegym_db.catalog.record_files import library_files, solution_folders
 from tilegym_db.errors import RecordError
 from tilegym_db.files import MiB, regular_files
@@ -132,6 +130,8 @@ def unpacked(content: bytes, source: str | Path) -> bytes:
 
 def read_lines(content: bytes, source: str | Path) -> list[dict[str, Any]]:
     """Return the object of every line of a published file."""
+    from pydantic_core import from_json
+
     found = []
     for number, line in enumerate(unpacked(content, source).splitlines(), start=1):
         try:

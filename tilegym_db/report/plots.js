@@ -10,8 +10,11 @@ const plots = (() => {
   const unit = (value, name) => d3.format(".4~s")(value).replace(/[a-zA-Z]?$/, (prefix) => ` ${prefix}${name}`).trim();
   const padded = (values) => { const [least, most] = d3.extent(values); return [least / 1.4, most * 1.4]; };
 
-  function frame(label, across, up) { // two axes with their grid, logarithmic unless `across` has positions to give names to; on a phone of fewer units, so that letters stay readable
-    const [width, height] = matchMedia("(max-width: 46rem)").matches ? [400, 340] : [960, 440];
+  const isSmall = () => matchMedia("(max-width: 46rem)").matches;
+  const units = () => isSmall() ? 400 : Math.max(700, Math.min(960, document.body.clientWidth - 40)); // as many units as pixels, so that letters stay readable
+
+  function frame(label, across, up) { // two axes with their grid, logarithmic unless `across` has positions to give names to
+    const width = units(), height = isSmall() ? 340 : 440;
     const [floor, end] = [height - EDGE.bottom, width - EDGE.right];
     const x = across.places ? d3.scalePoint(across.places, [EDGE.left, end]).padding(0.5) : d3.scaleLog(across.domain, [EDGE.left, end]), y = d3.scaleLog(up.domain, [floor, EDGE.top]);
     const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("role", "group").attr("aria-label", label);
@@ -115,7 +118,7 @@ const plots = (() => {
   }
   /** A line for each family from its lowest to its highest ratio, with a mark at the median; to the right of 1 is faster than stock code. */
   function speedups(label, families) {
-    const small = matchMedia("(max-width: 46rem)").matches, [width, left, right] = small ? [400, 116, 92] : [960, 150, 190];
+    const small = isSmall(), width = units(), [left, right] = small ? [116, 92] : [150, 190];
     const step = small ? 19 : 17, height = families.length * step + 30, floor = height - 26;
     const [least, most] = d3.extent([1, ...families.flatMap((one) => [one.low, one.high])]);
     const x = d3.scaleLog([least / 1.1, most * 1.1], [left, width - right]);
@@ -123,7 +126,10 @@ const plots = (() => {
     const ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500].filter((tick) => tick >= least / 1.1 && tick <= most * 1.1);
     const grid = svg.append("g").attr("class", "axis").selectAll("g").data(ticks).join("g").attr("transform", (tick) => `translate(${x(tick)} 0)`);
     grid.append("line").attr("y1", 4).attr("y2", floor).classed("even", (tick) => tick === 1);
-    grid.append("text").attr("y", height - 8).attr("text-anchor", "middle").text((tick) => `${tick}x`);
+    const labelled = []; // as far as they do not touch, powers of ten first
+    const roundness = (tick) => Math.abs(Math.log10(tick)) % 1;
+    for (const tick of [...ticks].sort((a, b) => roundness(a) - roundness(b))) if (labelled.every((other) => Math.abs(x(other) - x(tick)) >= 38)) labelled.push(tick);
+    grid.filter((tick) => labelled.includes(tick)).append("text").attr("y", height - 8).attr("text-anchor", "middle").text((tick) => `${tick}x`);
     const rows = svg.append("g").selectAll("g").data(families).join("g").attr("transform", (_, at) => `translate(0 ${at * step + 13})`);
     rows.append("text").attr("x", left - 10).attr("dy", "0.32em").attr("text-anchor", "end").text(({ name }) => name);
     rows.append("line").attr("class", "range").attr("x1", ({ low }) => x(low)).attr("x2", ({ high }) => x(high));

@@ -100,6 +100,9 @@ _GIVEN_DEFINITIONS = """(SELECT unnest(from_json($records::JSON,
     recursive := true))"""
 _GIVEN_SOLUTIONS = """(SELECT unnest(from_json($records::JSON,
     '[{"name":"VARCHAR","definition":"VARCHAR","digest":"VARCHAR","record":"JSON"}]'), recursive := true))"""
+_GIVEN_KEYS = (
+    """(SELECT unnest(from_json($records::JSON, '[{"name":"VARCHAR","digest":"VARCHAR"}]'), recursive := true))"""
+)
 _GIVEN_WORKLOADS = """(SELECT unnest(from_json($records::JSON,
     '[{"uuid":"VARCHAR","definition":"VARCHAR","axes_key":"VARCHAR","dtypes_key":"VARCHAR","record":"JSON"}]'),
     recursive := true))"""
@@ -111,11 +114,11 @@ RETIRE_RECORDS = (
 )
 HAS_RETIRED = "SELECT EXISTS (FROM definition_records WHERE NOT is_current) AS retired"
 SYNC_DEFINITIONS = (
-    f"DELETE FROM definition_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_DEFINITIONS})",
+    f"DELETE FROM definition_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_KEYS})",
     f"INSERT INTO definition_records SELECT name, version, digest, op_type, true, record FROM {_GIVEN_DEFINITIONS}",
 )
 SYNC_SOLUTIONS = (
-    f"DELETE FROM solution_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_SOLUTIONS})",
+    f"DELETE FROM solution_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_KEYS})",
     f"INSERT INTO solution_records SELECT name, definition, digest, true, record FROM {_GIVEN_SOLUTIONS}",
 )
 SYNC_WORKLOADS = (
@@ -370,7 +373,7 @@ def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
 def fingerprint(paths: Iterable[Path]) -> str:
     """Return a digest of the names, sizes and times of the files that exist, in any order."""
     parts = []
-    for path in sorted(paths):
+    for path in sorted(paths, key=str):  # paths compare slowly
         try:
             status = path.stat()
         except OSError:  # a link to nothing, or a file removed since

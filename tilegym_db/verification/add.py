@@ -294,10 +294,8 @@ def _from_file(
         )
     if definition is None or language is None:
         lacking = "definition" if definition is None else "language"
-        raise UsageError(
-            f"{file}: a single file needs a {lacking}. Try: tilegym-db add-solution {shlex.quote(str(file))} -d NAME -l triton",
-            code="options_missing",
-        )
+        words = ["tilegym-db", "add-solution", str(file), "-d", definition or "NAME", "-l", language or "triton"]
+        raise UsageError(f"{file}: a single file needs a {lacking}. Try: {shlex.join(words)}", code="options_missing")
     operator = catalog.definition(definition)
     sources = with_shared_code({file.name: read_bytes(file, "source")}, catalog.roots)
     spec: dict[str, object] = {

@@ -9,7 +9,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.measurement.tune.search import ConfigCandidate, candidate_order, history_of
 from tilegym_db.measurement.tune.tile_sizes import Start, read_tile_sizes, starts
 from tilegym_db.paths import shipped_root
@@ -80,6 +80,11 @@ def test_sizes_of_another_layer_are_not_used(
         (NAME, {"0": FEW}, "tile_sizes_content"),
         (NAME, {"-4": FEW}, "tile_sizes_content"),
         (NAME, {"many": FEW}, "tile_sizes_content"),
+        (NAME, {"1_0": FEW}, "tile_sizes_content"),
+        (NAME, {"1": FEW, "01": MANY}, "tile_sizes_content"),
+        (NAME, {"\u0663": FEW}, "tile_sizes_content"),
+        (NAME, {"1": None}, "tile_sizes_content"),
+        (NAME.replace("128", "\u0661"), None, "tile_sizes_name"),
         (NAME, {}, "tile_sizes_content"),
         (NAME, [FEW], "tile_sizes_content"),
     ],
@@ -87,6 +92,26 @@ def test_sizes_of_another_layer_are_not_used(
 def test_other_files_are_refused_before_anything_runs(name: str, content: object, code: str, tmp_path: Path) -> None:
     with raises(UsageError, code):
         read_tile_sizes(table(tmp_path, name, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (f'{{"1": {json.dumps(FEW)}, "1": {json.dumps(MANY)}}}', "key_repeated"),
+        (f'\ufeff{{"1": {json.dumps(FEW)}}}', "text_encoding"),
+        (f'{{"1": {json.dumps(FEW)}}} and more', "json_syntax"),
+        ("[" * 100_000, "json_syntax"),
+    ],
+)
+def test_text_that_says_two_things_is_refused(content: str, code: str, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(content)
+    with raises(RecordError, code, NAME):
+        read_tile_sizes(tmp_path / NAME)
+
+
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with raises(RecordError, "file_unreadable", NAME):
+        read_tile_sizes(tmp_path / NAME)
 
 
 def test_starting_points_are_tried_after_the_defaults(catalog: Catalog, tmp_path: Path) -> None:

@@ -7,26 +7,30 @@ our kernels: their nearest configs are only tried first, and are verified and ra
 from __future__ import annotations
 
 import ast
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.errors import UsageError
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.text import parse_object, shown
 
 NEAREST = 2
 """Number of configs that a table gives for each Workload."""
 LARGEST = 1 << 30
 """Maximum of a size and of a number of tokens."""
+VERSION = "triton_version"
+"""Key of newer files that is no number of tokens."""
+_COUNT = re.compile(r"[1-9][0-9]{0,9}")
 _NAME = re.compile(
-    r"E=(?P<experts>\d+),N=(?P<width>\d+),device_name=(?P<device>[^,]+)(,dtype=(?P<dtype>[^,]+))?"
-    r"(,block_shape=\[(?P<block>[\d, ]+)\])?\.json"
+    r"E=(?P<experts>[0-9]+),N=(?P<width>[0-9]+),device_name=(?P<device>[^,]+)(,dtype=(?P<dtype>[^,]+))?"
+    r"(,block_shape=\[(?P<block>[0-9, ]+)\])?\.json"
 )
 SIZES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
 IGNORED = ("SPLIT_K", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
@@ -71,11 +75,16 @@ class Start:
 
 
 def read_tile_sizes(path: Path) -> TunedSizes:
-    """Read one file of vLLM's ``fused_moe/configs``; refuse another form, or a dtype of no kernel here."""
+    """Read one file of vLLM's ``fused_moe/configs``.
+
+    Raises:
+        UsageError: the name or content is not of that form, or its dtype is of no kernel here.
+        RecordError: it cannot be read, or is no JSON, or a key is twice in one object.
+    """
     named = _NAME.fullmatch(path.name)
     if named is None:
         raise UsageError(
-            f"{path.name} does not name tile sizes of vLLM's fused_moe: E=...,N=...,device_name=...[,dtype=...].json",
+            f"{path} does not name tile sizes of vLLM's fused_moe: E=...,N=...,device_name=...[,dtype=...].json",
             code="tile_sizes_name",
         )
     if named["dtype"] not in _DTYPES:
@@ -84,27 +93,29 @@ def read_tile_sizes(path: Path) -> TunedSizes:
             f"{path.name} is for {named['dtype']}, which no experts here take; of vLLM's dtypes they take none and {known}.",
             code="tile_sizes_dtype",
         )
-    try:
-        content = json.loads(read_bytes(path, "tile sizes"))
-        rows = {int(tokens): row for tokens, row in content.items() if tokens != "triton_version"}
-        sizes = {tokens: {key: row[key] for key in SIZES} for tokens, row in rows.items()}
-    except (RecordError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"{path} has no tile sizes by number of tokens: {type(error).__name__}: {error}", code="tile_sizes_content"
-        ) from None
-    wrong = [(tokens, "the number") for tokens in sizes if not 0 < tokens <= LARGEST]
-    wrong += [
-        (tokens, key)
-        for tokens, row in sizes.items()
-        for key, size in row.items()
-        if type(size) is not int or not 0 < size <= LARGEST
-    ]
-    if wrong or not sizes:
-        where = (
-            f"{wrong[0][1]} at {wrong[0][0]} tokens is no whole number from 1 to {LARGEST}" if wrong else "it is empty"
-        )
-        raise UsageError(f"{path} has no tile sizes by number of tokens: {where}.", code="tile_sizes_content")
+    content = parse_object(read_bytes(path, "file of tile sizes"), "file of tile sizes", path)
+    reason = _content_problem(content)
+    if reason is not None:
+        raise UsageError(f"{path} has no tile sizes by number of tokens: {reason}.", code="tile_sizes_content")
+    sizes = {int(tokens): {key: row[key] for key in SIZES} for tokens, row in content.items() if tokens != VERSION}
     return TunedSizes(path.name, int(named["experts"]), int(named["width"]), named["device"], named["dtype"], sizes)
+
+
+def _content_problem(content: Any) -> str | None:
+    """Return why a value of JSON is no tile sizes by number of tokens, or None."""
+    if not isinstance(content, dict) or not content.keys() - {VERSION}:
+        return "it is empty, or no object"
+    for tokens, row in content.items():
+        if tokens == VERSION:
+            continue
+        if not _COUNT.fullmatch(tokens) or int(tokens) > LARGEST:
+            return f"'{shown(tokens)}' is no whole number from 1 to {LARGEST}"
+        if not isinstance(row, dict):
+            return f"at {tokens} tokens there are no names and sizes"
+        wrong = [key for key in SIZES if type(row.get(key)) is not int or not 0 < row[key] <= LARGEST]
+        if wrong:
+            return f"{wrong[0]} at {tokens} tokens is no whole number from 1 to {LARGEST}"
+    return None
 
 
 def starts(tuned: TunedSizes, solution: SolutionFiles, definition: Definition, workload: Workload) -> list[Start] | str:
