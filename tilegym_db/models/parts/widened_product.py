@@ -129,11 +129,11 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     draw = Draw(device_of(module))
     operands = draw(ROWS, SIZE), draw.mixing(EXPERTS, SIZE)
     with torch.no_grad():
-        out = own_code(found.module_class.forward)(*operands)
+        out = expression_of(found.module_class.forward)(*operands)
     return dict(zip(match.definition.inputs, operands, strict=True)), (out,)
 
 
-def own_code(forward: Any) -> Function:
+def expression_of(forward: Any) -> Function:
     """Return ``own(x, weight)``, the product as a forward computes it."""
     product = product_of(forward)
     assert product is not None, "the group was found by it"
@@ -156,7 +156,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     for inner in ast.walk(node):
         ast.copy_location(inner, node)
     source = ast.unparse(function)
-    called = types.SimpleNamespace(linear=product_function(site, own_code(stock)))
+    called = types.SimpleNamespace(linear=product_function(site, expression_of(stock)))
     asked, forget = shadow_function(recompiled(stock, function), {CALL: called})
     site.shadows.append(forget)
     return with_source(asked, source)
