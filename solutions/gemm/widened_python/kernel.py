@@ -1,4 +1,4 @@
-"""The scores of a router in float32 as models compute them: both operands are copied, and cuBLAS multiplies the copies on a GPU."""
+"""The scores of a router in float32 as models compute them: both operands are copied, and the copies are multiplied."""
 
 import torch
 
