@@ -4,7 +4,8 @@ Each architecture is built at the default sizes of its config, without memory, i
 :func:`tilegym_db.patch`. Then one prompt and one decode step run on the meta device, and ``roofline_meter.py`` adds the times of
 their operations. An operation of a recognised part is one that a kernel of the catalog may replace, measured or not. Products
 of linear layers are library code. In a decode step that ``generate`` runs in a graph, those that ask for a kernel are parts, and
-the share without them is printed too. What a submodule without weights and without a row in the report does, such as an
+the share without them is printed too. No other product asks for a kernel: a prompt has too many rows for those that there are.
+What a submodule without weights and without a row in the report does, such as an
 activation, counts as work of the module around it. Means are weighted by ``popularity.json``, which also has sizes for some
 architectures.
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -50,6 +51,11 @@ PROMPT, IMAGES, FRAMES = 2048, 8, 3000
 STAGES = ("prefill", "decode")
 LARGE = 0.01
 """Share of the time from which a class of modules needs a row in the report of a patch."""
+REST = 20
+"""Number of printed classes of modules whose own code takes the most time, in the weighted mean of a stage."""
+MANY = "a prompt has more rows than kernels of products were made for"
+NO_GRAPH = "the decode step runs in no graph: {}"
+OTHERS = "copies of weights in float32, convolutions, and weights that a module computes"
 
 Module = torch.nn.Module
 Taken = Mapping[Row, float]
@@ -218,24 +224,39 @@ def running(meter: Meter, rows: set[str]) -> Iterator[None]:
         yield
 
 
-def products(model: Any, cache: Any, catalog: Catalog, meter: Meter) -> AbstractContextManager[Any]:
-    """Return a context that counts the products of a decode step as parts, if ``generate`` runs that step in a graph."""
+def products(model: Any, cache: Any, catalog: Catalog, meter: Meter) -> tuple[AbstractContextManager[Any], str]:
+    """Return a context that counts the products of a decode step as parts, and why the others ask for no kernel.
+
+    They are parts if ``generate`` runs that step in a graph.
+    """
     operators = Operators.of(catalog)
     name = operators.one
     config = getattr(model, "generation_config", None)
+    if name is None or config is None:
+        return contextlib.nullcontext(), NO_GRAPH.format("the model has no generate")
     with without_autocast():
-        if name is None or config is None or why_stock(model, config, {CACHES[0]: cache}, "greedy_search"):
-            return contextlib.nullcontext()
-    return Products(meter, model.parameters(), name, operators.biased, MAX_ROWS)
+        reason = why_stock(model, config, {CACHES[0]: cache}, "greedy_search")
+    if reason:
+        return contextlib.nullcontext(), NO_GRAPH.format(reason)
+    return Products(meter, model.parameters(), name, operators.biased, MAX_ROWS), OTHERS
 
 
-def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[str, Taken], set[str]]:
-    """Return the times of a prefill and of one decode step, and the classes of modules with a row in the report."""
+class Run(NamedTuple):
+    """The times of the stages of one architecture, the classes of modules with a row, and why products ask for no kernel."""
+
+    taken: dict[str, Taken]
+    rows: set[str]
+    unasked: dict[str, str]
+
+
+def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> Run:
+    """Run a prefill and one decode step."""
     model, meter = built(kind, entry), Meter()
     rows, given = install(model, catalog, meter), inputs_of(model)
     with running(meter, rows):
         out = model(**given)
     taken: dict[str, Taken] = {"prefill": dict(meter.taken)}
+    unasked = {"prefill": MANY}
     name = "past_key_values" if getattr(out, "past_key_values", None) is not None else "cache_params"
     cache = getattr(out, name, None)
     if cache is not None:
@@ -244,21 +265,21 @@ def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[
             encoded = (out.encoder_last_hidden_state,)
             last = {"encoder_outputs": encoded, "decoder_input_ids": last["decoder_input_ids"]}
         meter.taken.clear()
-        in_graph = products(model, cache, catalog, meter)
+        in_graph, unasked["decode"] = products(model, cache, catalog, meter)
         with running(meter, rows), in_graph:
             model(**last, **{name: cache})
         taken["decode"] = dict(meter.taken)
-    return taken, rows
+    return Run(taken, rows, unasked)
 
 
-def summary(taken: Mapping[str, Taken], rows: set[str], products: tuple[str | None, ...]) -> dict[str, Any]:
+def summary(run: Run, products: tuple[str | None, ...]) -> dict[str, Any]:
     """Return the shares of each stage, and the classes of modules that take much time and have no row.
 
     ``products`` are the Definitions of a product of a linear layer, whose share is also given alone.
     """
     found: dict[str, Any] = {}
     missing: dict[str, float] = {}
-    for stage, of_stage in taken.items():
+    for stage, of_stage in run.taken.items():
         total = sum(of_stage.values())
         parts, others, library = Counter[str](), Counter[str](), 0.0
         for row, value in of_stage.items():
@@ -274,11 +295,12 @@ def summary(taken: Mapping[str, Taken], rows: set[str], products: tuple[str | No
             "recognised": round(sum(parts.values()), 4),
             "products": round(sum(parts[one] for one in products if one), 4),
             "library": round(library, 4),
+            "unasked": run.unasked[stage],
             "parts": {name: round(share, 4) for name, share in parts.most_common()},
-            "others": {name: round(share, 4) for name, share in others.most_common() if share >= LARGE},
+            "others": {name: round(share, 4) for name, share in others.most_common() if share >= 1e-4},
         }
         for name, share in found[stage]["others"].items():
-            if name not in rows:
+            if share >= LARGE and name not in run.rows:
                 missing[name] = max(share, missing.get(name, 0.0))
     return {**found, "without_row": missing}
 
@@ -292,13 +314,28 @@ def mean(found: Mapping[str, Any], weights: Mapping[str, int], stage: str, share
     return sum(weight * value for weight, value in pairs) / max(1, sum(weight for weight, _ in pairs))
 
 
+def rest_of(found: Mapping[str, Any], weights: Mapping[str, int], stage: str) -> tuple[Counter[str], Counter[str]]:
+    """Return the shares of a stage that no kernel is asked for, in the weighted mean: of modules, and of products by reason.
+
+    A key of the first is an architecture and a class of its modules.
+    """
+    total = sum(weights[kind] for kind, one in found.items() if stage in one)
+    others, unasked = Counter[str](), Counter[str]()
+    for kind, one in found.items():
+        for name, share in one.get(stage, {}).get("others", {}).items():
+            others[f"{kind} {name}"] += weights[kind] * share / total
+        if stage in one:
+            unasked[one[stage]["unasked"]] += weights[kind] * one[stage]["library"] / total
+    return others, +unasked
+
+
 def line(kind: str, one: Mapping[str, Any]) -> str:
     """Return one line of the table, and one per class of modules without a row."""
     columns = [
         f"{one[stage][share]:7.1%}" if stage in one else f"{'-':>7}" for stage in STAGES for share in ("recognised", "library")
     ]  # fmt: skip
     rest = one["decode" if "decode" in one else "prefill"]["others"]
-    largest = ", ".join(f"{name} {share:.0%}" for name, share in list(rest.items())[:3])
+    largest = ", ".join(f"{name} {share:.0%}" for name, share in list(rest.items())[:3] if share >= LARGE)
     missing = [f"{'':24} no row: {name} {share:.0%}" for name, share in one["without_row"].items()]
     return "\n".join([f"{kind:24} {' '.join(columns)}  {largest}", *missing])
 
@@ -320,7 +357,7 @@ def main() -> None:
     print(f"{'architecture':24} prefill library  decode library  largest parts of the rest")
     for kind in options.architectures or (sorted({*entries, *CONFIG_MAPPING}) if options.all else entries):
         try:
-            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog), linear)
+            found[kind] = summary(stages(kind, entries.get(kind, {}), catalog), linear)
         except Exception as error:  # code of models refuses its own defaults, or the meta device, in many ways
             failed[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"{kind}: {failed[kind]}", file=sys.stderr)
@@ -333,8 +370,16 @@ def main() -> None:
     }
     for stage, got in means.items():
         count = sum(stage in one for one in found.values())
-        parts = f"{got['recognised']:.1%} recognised, {got['recognised'] - got['products']:.1%} without products of linear layers"
-        print(f"{stage}, weighted mean of {count}: {parts}; {got['library']:.1%} library products")
+        asked, unasked = got["products"], got["library"]
+        parts = f"{got['recognised']:.1%} recognised, {got['recognised'] - asked:.1%} without products"
+        print(f"\n{stage}, weighted mean of {count}: {parts}")
+        print(f"  products {asked + unasked:.1%}: {asked:.1%} ask for a kernel, {unasked:.1%} do not")
+        others, reasons = rest_of(found, weights, stage)
+        for reason, share in reasons.most_common():
+            print(f"  {share:7.2%}  products: {reason}")
+        print(f"  other code {sum(others.values()):.1%}; the largest parts of it:")
+        for name, share in others.most_common(REST):
+            print(f"  {share:7.2%}  {name}")
     if options.json:
         content = {"mean": means, "architectures": found, "failed": failed}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

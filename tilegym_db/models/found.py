@@ -146,7 +146,8 @@ class Part(Protocol):
 
     A part that changes what a caller sees has ``OPTION``, the name of the option of a patch that states that the caller agrees.
     A part whose code has several execution modes also has ``own_code(found) -> OwnCode``. One whose results need not have the
-    same bits has ``AGREES(returned, expected) -> bool``.
+    same bits has ``AGREES(returned, expected) -> bool``. One that replaces a single expression has ``IS_INNER``: other parts of
+    the forward get the result as their stock code.
     """
 
     def find(self, model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:

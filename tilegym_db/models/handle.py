@@ -422,6 +422,11 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any] | MemberOverrides:
     by_kind: dict[str, list[PartCall]] = {}
     for call in calls:
         by_kind.setdefault(call.found.kind, []).append(call)
+    for kind in [one for one in by_kind if getattr(part(one), "IS_INNER", False)]:
+        stock = part(kind).forward(stock, by_kind.pop(kind))
+    if not by_kind:
+        inner: Callable[..., Any] = stock
+        return inner
     made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
     if len(made) > 1 and isinstance(made[0], MemberOverrides):
         return _on_top(calls[0].found.module_class, made[0], list(by_kind.items())[1:])

@@ -40,6 +40,8 @@ def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[Functi
     return asked
 
 
+SOURCE = "_tilegym_db_source"
+"""The attribute of a function with its text, if no file has it."""
 NO_FINGERPRINT = "0" * 16
 """The fingerprint in a record of code that was recognised, but has no source."""
 
@@ -62,7 +64,13 @@ def source_of(function: FunctionType) -> str:
         OSError: it has no source.
         TypeError: it wraps an object that is no function.
     """
-    return textwrap.dedent(inspect.getsource(function))
+    return vars(function).get(SOURCE) or textwrap.dedent(inspect.getsource(function))
+
+
+def with_source(function: FunctionType, source: str) -> FunctionType:
+    """Note the text of a function that was made from a changed one, for parts that change it further."""
+    vars(function)[SOURCE] = source
+    return function
 
 
 @once_per_function

@@ -345,9 +345,9 @@ class Serving(RecordPart):
     part: Identifier | None = None
     """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, normed_rope, attention, attention_sink,
     own_attention, capped_attention, biased_attention, distance_bias, indexer, latent_keys, add_norm, cache, experts, router,
-    delta_rule, forget_gate, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss,
-    head_loss. Two are for any code: ``function`` is one that a forward calls, and ``module`` one without submodules. Their inputs
-    are the parameters of the code, or attributes of the module."""
+    delta_rule, forget_gate, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear,
+    widened_product, loss, head_loss. Two are for any code: ``function`` is one that a forward calls, and ``module`` one without
+    submodules. Their inputs are the parameters of the code, or attributes of the module."""
     code: tuple[ModelCode, ...] = ()
     """Code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None
