@@ -13,6 +13,6 @@ def run(log_probs: torch.Tensor, target: torch.Tensor, log_target: bool) -> torc
 
 def run_backward(target: torch.Tensor, grad_loss: torch.Tensor, log_target: bool) -> torch.Tensor:
     """target [M, V], grad_loss [M] -> the gradient of the log-probabilities [M, V]."""
-    chance = target.float().exp_() if log_target else target
+    chance = target.float().exp() if log_target else target
     grad = torch.empty_like(target, memory_format=torch.contiguous_format)
     return torch.mul(chance, -grad_loss[:, None], out=grad)
