@@ -508,6 +508,10 @@ class _Sums(NamedTuple):
         """Return the sums over the lines of both."""
         return _Sums(*map(operator.add, self, other))
 
+    def minus(self, part: _Sums) -> _Sums:
+        """Return the sums over the lines that are in this and not in a part of it."""
+        return _Sums(*map(operator.sub, self, part))
+
     def variance(self, mean: float, total: float) -> float:
         """Return the variance of a mean over ``total`` elements, if the lines of this axis are independent."""
         spread = self.squares - 2 * mean * self.products + mean * mean * self.squared_counts
@@ -590,17 +594,16 @@ def _of_lanes(sums: Sequence[_Sums]) -> list[_Mean]:
 
     Other code may round one lane of a vector than the others. Errors that all lanes share cancel in the difference.
     """
-    found = list[_Mean]()
-    for step in (2, 4, LANES):
-        for lane in range(step):
-            parts = [
-                functools.reduce(_Sums.plus, chosen)
-                for chosen in (sums[lane::step], [one for other, one in enumerate(sums) if other % step != lane])
-            ]
-            if all(part.lines >= MIN_BIAS_SIDE for part in parts):
-                (mean, of_others) = (part.error / part.count for part in parts)
-                errors = (part.variance(part.error / part.count, part.count) for part in parts)
-                found.append(((mean - of_others, math.sqrt(sum(errors))), slice(lane, None, step)))
+    found, lanes, whole = list[_Mean](), sums, functools.reduce(_Sums.plus, sums)
+    while len(lanes) > 1:
+        for lane, part in enumerate(lanes):
+            others = whole.minus(part)
+            if part.lines >= MIN_BIAS_SIDE and others.lines >= MIN_BIAS_SIDE:
+                mean, of_others = part.error / part.count, others.error / others.count
+                variance = part.variance(mean, part.count) + others.variance(of_others, others.count)
+                found.append(((mean - of_others, math.sqrt(variance)), slice(lane, None, len(lanes))))
+        half = len(lanes) // 2
+        lanes = [one.plus(two) for one, two in zip(lanes[:half], lanes[half:], strict=True)]
     return found
 
 
