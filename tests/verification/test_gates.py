@@ -10,8 +10,10 @@ import torch
 
 from tilegym_db.records.definition import LIMITS
 from tilegym_db.verification.gates import (
+    SMALL_IN_ROW,
     OutputComparison,
     ReferenceDeviation,
+    bias_of,
     check_output,
     compare_rows,
     is_well_conditioned,
@@ -645,3 +647,16 @@ def test_contents_that_say_nothing_about_bias_allow_any():
     _, exact = honest(torch.bfloat16, 64, 64)
     cut = towards_zero(exact, torch.bfloat16)
     assert check_output("out", cut, exact, LIMITS["bfloat16"], ReferenceDeviation(bias=math.inf)).passed
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (3, 16, 64), (130, 257)])
+def test_bias_is_the_mean_error_of_what_counts(shape):
+    exact = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    cut = towards_zero(exact, torch.bfloat16)
+    rows = compare_rows(cut, exact, LIMITS["bfloat16"])
+    steps = 2.0 ** exact.abs().log2().floor() * torch.finfo(torch.bfloat16).eps
+    counts = (exact.abs() >= SMALL_IN_ROW * rows.rms.reshape(*shape[:-1], 1)).double()
+    mean = ((cut.double() - exact) / steps * exact.sign() * counts).sum() / counts.sum()
+    found, error = bias_of(cut, rows)
+    assert abs(found - float(mean)) < 3 * error + 0.02
+    assert -0.55 < found < -0.45

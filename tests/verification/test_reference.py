@@ -107,3 +107,15 @@ def test_reference_names_no_module_imported_by_torch_compile():
     x = torch.arange(4.0)
     for compiled in (torch.compile(function, backend="eager"), torch.compile(inlined, backend="eager", fullgraph=True)):
         torch.testing.assert_close(compiled(x), x / 2 + torch.sigmoid(x))
+
+
+def test_a_choice_of_two_numbers_is_one_of_fp64_numbers(operator):
+    """PyTorch makes a tensor of its default dtype of them, which has 0.1 with an error of 1e-9."""
+    definition = without_self_test(operator, "return torch.where(x > 0, 0.1, 0.2) + 0 * x")
+    assert run_lifted(definition, {"x": torch.tensor([[1.0, -1.0]])})["out"].tolist() == [[0.1, 0.2]]
+
+
+def test_a_cast_to_half_precision_copies_and_does_not_round(operator):
+    definition = without_self_test(operator, "y = x.to(torch.bfloat16)\n    y += 1\n    return x.float() + 0 * y")
+    x = torch.tensor([[0.1, 257.3]])
+    assert torch.equal(run_lifted(definition, {"x": x})["out"], x.double())

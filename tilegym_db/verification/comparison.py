@@ -464,8 +464,11 @@ def check_reference(
     as_written: Outputs,
     e_base: Mapping[str, ReferenceDeviation],
 ) -> dict[str, OutputComparison]:
-    """Check the reference as written; see :func:`check_outputs`. Its own worst row and element widen no bound."""
-    plain = {name: error.plain for name, error in e_base.items()}
+    """Check the reference as written; see :func:`check_outputs`.
+
+    Its own worst row and element widen no bound. Its bias is what a Solution's is compared with, so it is not judged.
+    """
+    plain = {name: error.plain._replace(bias=math.inf) for name, error in e_base.items()}
     return check_outputs(definition, dtypes, inputs, truth, as_written, plain)
 
 
@@ -509,9 +512,11 @@ def _check_indices(
 
 
 def reference_errors(
-    definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
+    definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs, *, shows_bias: bool = True
 ) -> tuple[dict[str, ReferenceDeviation], frozenset[str]]:
     """Return the error of the reference as written, per output; 0 if equality or codes are compared.
+
+    If the contents say nothing about a bias, it is infinite.
 
     Also return the outputs of which the reference gives every element, however small, to a relative error; Solutions must
     do so too.
@@ -522,7 +527,7 @@ def reference_errors(
         if limits is None or limits.codes or not value.numel():
             continue
         rows = compare_rows(value, truth[name], limits)
-        errors[name] = rows.deviation._replace(bias=bias_of(value, rows)[0])
+        errors[name] = rows.deviation._replace(bias=bias_of(value, rows)[0] if shows_bias else math.inf)
         if name not in definition.gathers and is_well_conditioned(value, truth[name], limits, rows):
             conditioned.add(name)
     return errors, frozenset(conditioned)

@@ -211,9 +211,8 @@ def _checked(
     """Return the case with its oracle and the errors of the reference as written; None if that fails the case."""
     # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
-    e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
-    if not shows_bias(case.distribution) or case.spread_as:  # equal ids share the rounding of a factor
-        e_base = {name: error._replace(bias=math.inf) for name, error in e_base.items()}
+    biased = shows_bias(case.distribution) and not case.spread_as  # equal ids share the rounding of a factor
+    e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own, shows_bias=biased)
     verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None

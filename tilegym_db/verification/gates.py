@@ -472,7 +472,7 @@ class _Sums(NamedTuple):
     """
 
     error: float
-    count: float
+    counted: float
     lines: float
     squares: float
     products: float
@@ -481,6 +481,10 @@ class _Sums(NamedTuple):
     def plus(self, other: _Sums) -> _Sums:
         """Return the sums over the lines of both."""
         return _Sums(*map(operator.add, self, other))
+
+    def minus(self, part: _Sums) -> _Sums:
+        """Return the sums over the lines that are in this and not in a part of it."""
+        return _Sums(*map(operator.sub, self, part))
 
     def variance(self, mean: float, total: float) -> float:
         """Return the variance of a mean over ``total`` elements, if the lines of this axis are independent."""
@@ -511,7 +515,9 @@ def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
     for axis in axes:
         others = [1 + other for other in range(last) if other != axis]
         columns = elements.sum(dim=others) if others else elements
-        of_quarters = columns[..., : len(quarters) * step].unflatten(-1, (len(quarters), step)) if quarters else None
+        of_quarters = (
+            columns[..., : len(quarters) * step].reshape(*columns.shape[:-1], len(quarters), step) if quarters else None
+        )
         if axis == last:
             lines[axis] = columns
             asked += [_sums_of(columns)[..., None], *([_sums_of(of_quarters)] if of_quarters is not None else ())]
@@ -524,7 +530,7 @@ def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
         groups = shape[axis] // LANES
         if groups >= MIN_BIAS_SIDE and elements[0].numel() >= MIN_BIAS_SIDE * shape[-1]:
             grouped.append(axis)
-            asked.append(_sums_of(lines[axis][:, : groups * LANES].unflatten(-1, (groups, LANES)).transpose(1, 2)))
+            asked.append(_sums_of(lines[axis][:, : groups * LANES].reshape(3, groups, LANES).transpose(1, 2)))
     answers = torch.cat(asked, dim=-1).permute(0, 2, 1).tolist()  # one question to the device for all means
     found = list[_Mean]()
     for kind in range(2):
@@ -554,7 +560,7 @@ def _mean(by_axis: Sequence[_Sums]) -> tuple[float, float]:
     """Return the mean of the counted elements and its standard error, by every axis; 0 if an axis has too few."""
     if not by_axis or any(one.lines < MIN_BIAS_SIDE for one in by_axis):
         return 0.0, 0.0
-    total = max(by_axis[0].count, 1.0)
+    total = max(by_axis[0].counted, 1.0)
     mean = by_axis[0].error / total
     return mean, math.sqrt(sum(one.variance(mean, total) for one in by_axis))
 
@@ -564,17 +570,16 @@ def _of_lanes(sums: Sequence[_Sums]) -> list[_Mean]:
 
     Other code may round one lane of a vector than the others. Errors that all lanes share cancel in the difference.
     """
-    found = list[_Mean]()
-    for step in (2, 4, LANES):
-        for lane in range(step):
-            parts = [
-                functools.reduce(_Sums.plus, chosen)
-                for chosen in (sums[lane::step], [one for other, one in enumerate(sums) if other % step != lane])
-            ]
-            if all(part.lines >= MIN_BIAS_SIDE for part in parts):
-                (mean, of_others) = (part.error / part.count for part in parts)
-                errors = (part.variance(part.error / part.count, part.count) for part in parts)
-                found.append(((mean - of_others, math.sqrt(sum(errors))), slice(lane, None, step)))
+    found, lanes, whole = list[_Mean](), sums, functools.reduce(_Sums.plus, sums)
+    while len(lanes) > 1:
+        for lane, part in enumerate(lanes):
+            others = whole.minus(part)
+            if part.lines >= MIN_BIAS_SIDE and others.lines >= MIN_BIAS_SIDE:
+                mean, of_others = part.error / part.counted, others.error / others.counted
+                variance = part.variance(mean, part.counted) + others.variance(of_others, others.counted)
+                found.append(((mean - of_others, math.sqrt(variance)), slice(lane, None, len(lanes))))
+        half = len(lanes) // 2
+        lanes = [one.plus(two) for one, two in zip(lanes[:half], lanes[half:], strict=True)]
     return found
 
 
