@@ -103,7 +103,9 @@ def test_positive_numbers_are_positive_and_of_the_scale(draw):
 
 
 def test_uniform_numbers_from_zero_are_often_zero(draw):
-    zeros = {name: float((draw({"kind": "uniform", "high": 2}, contents=name) == 0).float().mean()) for name in CONTENTS}
+    zeros = {
+        name: float((draw({"kind": "uniform", "high": 2}, contents=name) == 0).float().mean()) for name in CONTENTS
+    }
     assert all(0.45 < zeros.pop(name) < 0.55 for name in ("sparse", "ties"))
     assert max(zeros.values()) < 0.001
     assert float(draw({"kind": "uniform", "low": 0.25, "high": 2}, contents="sparse").min()) >= 0.25
