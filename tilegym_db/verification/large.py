@@ -23,6 +23,7 @@ from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
 from tilegym_db.verification.distributions import CONTENTS, RAGGED, SOFTMAX
 from tilegym_db.verification.inputs import has_spreads
+from tilegym_db.verification.oracle import loops
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
 """Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
@@ -381,10 +382,12 @@ class _Large:
         return max(math.prod(shape[: len(shape) - inner]) for shape in self._shapes(axes).values())
 
     def _are_quick(self, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
+        of_whole = _MAX_MATRICES_OF_WHOLE if loops(self.definition.reference) else _MAX_COMPARED
+        most = 2 * _MAX_MATRICES if self.repeated else of_whole
         return (
             self._elements(base) <= _MAX_DRAWN
             and self._elements(compared) <= 2 * _MAX_COMPARED
-            and self._elements(compared, inner=2) <= (2 * _MAX_MATRICES if self.repeated else _MAX_MATRICES_OF_WHOLE)
+            and self._elements(compared, inner=2) <= most
         )
 
     def _period(self, size: int) -> int:
