@@ -287,7 +287,7 @@ class _Large:
             base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
             rows = {name: self._rows(name, large) for name in self.repeated}
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
-            if base and compared and (not whole or self._are_quick(base, compared)):
+            if base and compared and (not whole or self._are_quick(axis, base, compared)):
                 self._share(kinds, sizes)
                 is_long = axis not in self.repeated
                 seed, contents = self.generator.getrandbits(62), self._contents(is_long)
@@ -381,8 +381,10 @@ class _Large:
         """Return the elements of the largest tensor, without the last ``inner`` dimensions."""
         return max(math.prod(shape[: len(shape) - inner]) for shape in self._shapes(axes).values())
 
-    def _are_quick(self, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
-        of_whole = _MAX_MATRICES_OF_WHOLE if loops(self.definition.reference) else _MAX_COMPARED
+    def _are_quick(self, axis: str, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
+        # A model has many positions in any place of a shape, but not many heads.
+        has_many = self.definition.serving is None or axis in lengths_of(self.definition)
+        of_whole = _MAX_COMPARED if has_many and not loops(self.definition.reference) else _MAX_MATRICES_OF_WHOLE
         most = 2 * _MAX_MATRICES if self.repeated else of_whole
         return (
             self._elements(base) <= _MAX_DRAWN
