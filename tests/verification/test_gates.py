@@ -627,7 +627,7 @@ def test_truncation_in_one_lane_of_eight_is_a_bias(lane, of_rows):
     assert judge(near, exact).gate == "bias"
 
 
-def test_bias_of_one_axis_leaves_out_what_fills_no_line_and_infinities():
+def test_bias_of_one_axis_counts_whole_lines_and_finite_values():
     exact = torch.randn(64 * 64 + 63, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     near = exact.to(torch.bfloat16)
     near[-63:] = towards_zero(exact[-63:], torch.bfloat16)
