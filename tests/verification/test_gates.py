@@ -603,7 +603,7 @@ def towards_zero(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(16, 64), (2, 8, 32, 64), (2048, 1024)])
+@pytest.mark.parametrize("shape", [(16, 64), (2, 8, 32, 64), (2048, 1024), (1000,)])
 def test_truncation_is_refused_for_its_bias_only(dtype, shape):
     near, exact = honest(dtype, *shape)
     assert judge(near, exact).passed
@@ -625,6 +625,16 @@ def test_truncation_in_one_lane_of_eight_is_a_bias(lane, of_rows):
     part = (slice(lane, None, 8), slice(None)) if of_rows else (slice(None), slice(lane, None, 8))
     near[part] = cut[part]
     assert judge(near, exact).gate == "bias"
+
+
+def test_bias_of_one_axis_counts_whole_lines_and_finite_values():
+    exact = torch.randn(64 * 64 + 63, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    near = exact.to(torch.bfloat16)
+    near[-63:] = towards_zero(exact[-63:], torch.bfloat16)
+    exact[::7] = math.inf
+    near[::7] = math.inf
+    assert judge(near, exact).passed
+    assert judge(towards_zero(exact, torch.bfloat16), exact).gate == "bias"
 
 
 def test_stochastic_rounding_has_no_bias():

@@ -102,6 +102,15 @@ def test_positive_numbers_are_positive_and_of_the_scale(draw):
     assert 0.008 < value.median() < 0.0125
 
 
+def test_uniform_numbers_from_zero_are_often_zero(draw):
+    zeros = {
+        name: float((draw({"kind": "uniform", "high": 2}, contents=name) == 0).float().mean()) for name in CONTENTS
+    }
+    assert all(0.45 < zeros.pop(name) < 0.55 for name in ("sparse", "ties"))
+    assert max(zeros.values()) < 0.001
+    assert float(draw({"kind": "uniform", "low": 0.25, "high": 2}, contents="sparse").min()) >= 0.25
+
+
 def test_probabilities_sum_to_one_and_are_sharper_with_the_scale(draw):
     flat, sharp = (draw({"kind": "probabilities", "scale": scale}) for scale in (1.0, 8.0))
     for value in (flat, sharp):

@@ -169,3 +169,11 @@ def test_extent_is_that_of_the_largest_cases_that_passed() -> None:
     passed = [{"M": 70_001, "N": 16}, {"M": 5_003, "N": 4096}]
     assert extent_of(definition, passed) == ({"M": 70_001}, 5_003 * 4096)
     assert extent_of(definition, []) == ({}, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_before_heads_are_many_without_a_loop(seed):
+    definition = CATALOG.definition("kv_cache_prefill")
+    record = next(one.record for one in CATALOG.solutions_for(definition.name) if one.record.spec.language == "triton")
+    made = large_cases(definition, record, {"T": "bfloat16"}, {}, seed=seed, budget_bytes=24 << 20, on_gpu=False)
+    assert max(one.case.call.axes["S"] for one in made) > 4096

@@ -46,6 +46,8 @@ BELOW, ABOVE, BELOW_ALONE = "below", "above", "below_alone"
 """Styles of far values: of the first matrix, of others, and of the only one."""
 MODERATE = frozenset({"normal", "constant_rows", "one_hot", "ties", "tiny", "sparse", "sorted_rows"})
 """Contents that infinities may join. Elsewhere a factor may be zero or just not, such as GELU of -100, and times inf differ."""
+WITH_ZEROS = frozenset({"ties", "sparse"})
+"""Contents in which half of the uniform numbers from zero are zero; a draw hardly ever is."""
 ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}

@@ -429,6 +429,8 @@ BIAS_PARTS = 4
 """Parts of the columns whose mean errors count one by one, if each has twice the minimum of columns."""
 LANES = 8
 """Columns whose remainders differ: as many elements of half precision as a vector of 16 bytes has."""
+LINE = 64
+"""Elements of a line of a result with one axis. It has no rows, so its lines stand for them."""
 _BIAS_ELEMENTS = 1 << 18
 _EXPONENT_BITS = 0x7FF << 52
 """Of a float64; alone, they are the largest power of two up to a number."""
@@ -442,6 +444,8 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
     The second number is its standard error. It counts the means along each axis, because the elements of a token, a head or a
     column may share the rounding of a factor. Outputs with few tokens, heads, columns or different values have no bias.
     """
+    if actual.dim() == 1:
+        actual, rows = _in_lines(actual, rows)
     count, columns = rows.want.shape
     few = min(count, *actual.shape[1:]) < MIN_BIAS_SIDE if actual.dim() > 1 else True
     if actual.dtype not in (torch.float16, torch.bfloat16) or few:
@@ -463,6 +467,18 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
     found, part = max(means, key=lambda one: _significance(one[0]))
     several = want[:, part][counted[:, part]].sort().values.diff() > 0 if abs(found[0]) > MAX_BIAS else None
     return (0.0, 0.0) if several is not None and int(several.sum()) < MIN_BIAS_VALUES else found
+
+
+def _in_lines(actual: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, Rows]:
+    """Return a result of one axis as lines one after the other, and its comparison; what is left over is left out."""
+    count = actual.numel() // LINE
+
+    def lines(value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(-1)[: count * LINE].reshape(count, LINE)
+
+    finite = None if rows.finite is None else lines(rows.finite)
+    scale, rms = rows.scale.expand(count), rows.rms.expand(count, 1)
+    return lines(actual), Rows(lines(rows.want), lines(rows.error), scale, rms, lines(rows.bound), finite)
 
 
 class _Sums(NamedTuple):

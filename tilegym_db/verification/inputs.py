@@ -30,6 +30,7 @@ from tilegym_db.verification.distributions import (
     PLANTED,
     RAGGED,
     STYLES,
+    WITH_ZEROS,
     modified,
     modifiers_of,
     parts_of,
@@ -163,6 +164,8 @@ def _draw(
         value = KINDS[generated.kind](generated, generator, shape, case.call.axes, contents)
     elif generated is not None and generated.kind != "normal":
         value = _uniform(generated, generator, shape, case.call.axes)
+        if generated.low == 0 and parts_of(case.distribution)[0] in WITH_ZEROS and not definition.sampled:
+            value[torch.rand(shape, generator=generator, device=device) < 0.5] = 0.0
     elif not dtype.is_floating_point:
         # Draw every byte, because codes are packed in bytes: each half must take all of its sixteen values.
         low, high = _INTEGERS.get(dtype, (-100, 100) if dtype.is_signed else (0, 200))

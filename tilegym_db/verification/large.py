@@ -23,6 +23,7 @@ from tilegym_db.records.workload import Case
 from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
 from tilegym_db.verification.distributions import CONTENTS, RAGGED, SOFTMAX
 from tilegym_db.verification.inputs import has_spreads
+from tilegym_db.verification.oracle import loops
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
 """Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
@@ -286,7 +287,7 @@ class _Large:
             base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
             rows = {name: self._rows(name, large) for name in self.repeated}
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
-            if base and compared and (not whole or self._are_quick(base, compared)):
+            if base and compared and (not whole or self._are_quick(axis, base, compared)):
                 self._share(kinds, sizes)
                 is_long = axis not in self.repeated
                 seed, contents = self.generator.getrandbits(62), self._contents(is_long)
@@ -380,11 +381,15 @@ class _Large:
         """Return the elements of the largest tensor, without the last ``inner`` dimensions."""
         return max(math.prod(shape[: len(shape) - inner]) for shape in self._shapes(axes).values())
 
-    def _are_quick(self, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
+    def _are_quick(self, axis: str, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
+        # A model has many positions in any place of a shape, but not many heads.
+        has_many = self.definition.serving is None or axis in lengths_of(self.definition)
+        of_whole = _MAX_COMPARED if has_many and not loops(self.definition.reference) else _MAX_MATRICES_OF_WHOLE
+        most = 2 * _MAX_MATRICES if self.repeated else of_whole
         return (
             self._elements(base) <= _MAX_DRAWN
             and self._elements(compared) <= 2 * _MAX_COMPARED
-            and self._elements(compared, inner=2) <= (2 * _MAX_MATRICES if self.repeated else _MAX_MATRICES_OF_WHOLE)
+            and self._elements(compared, inner=2) <= most
         )
 
     def _period(self, size: int) -> int:
