@@ -265,6 +265,15 @@ def test_dpo_of_equal_answers_is_the_logarithm_of_two(catalog: Catalog) -> None:
         assert margin.eq(0).all()
 
 
+def test_dpo_learns_at_its_first_step(catalog: Catalog) -> None:
+    given = torch.tensor([-30.0, -40.0])
+    for run in functions(catalog, "dpo_loss"):
+        chosen, rejected = given.clone().requires_grad_(), given.clone().requires_grad_()
+        run(chosen, rejected, given, given, 0.1)[0].sum().backward()
+        torch.testing.assert_close(chosen.grad, torch.full((2,), -0.05))
+        torch.testing.assert_close(rejected.grad, torch.full((2,), 0.05))
+
+
 def test_a_clipped_token_has_no_gradient_without_a_divergence(catalog: Catalog) -> None:
     torch.manual_seed(0)
     logits, labels, advantages = torch.randn(2, 9), torch.tensor([3, 4]), torch.tensor([1.0, -1.0])
