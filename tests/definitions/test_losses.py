@@ -139,6 +139,22 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", [name for name, one in CATALOG.definitions.items() if one.op_type == "loss"])
+def test_losses_do_not_depend_on_the_default_dtype(name: str, default: torch.dtype) -> None:
+    definition = CATALOG.definition(name)
+    workload = next(item for item in CATALOG.workloads_for(name) if "tiny" in item.tags)
+    inputs = draw_inputs(definition, Case.of_workload(definition, workload, distribution="normal", seed=3), "cpu")
+    expected = run_reference(definition, inputs)
+    torch.set_default_dtype(default)
+    try:
+        found = run_reference(definition, inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("log_target", [True, False])
 def test_sums_of_kl_div_are_the_reductions_of_pytorch(log_target: bool, catalog: Catalog) -> None:
     x, y = log_probabilities()
@@ -247,6 +263,15 @@ def test_dpo_of_equal_answers_is_the_logarithm_of_two(catalog: Catalog) -> None:
         loss, margin = run(logp, logp, logp, logp, 0.1)
         torch.testing.assert_close(loss, torch.full((2,), 2.0).log())
         assert margin.eq(0).all()
+
+
+def test_dpo_learns_at_its_first_step(catalog: Catalog) -> None:
+    given = torch.tensor([-30.0, -40.0])
+    for run in functions(catalog, "dpo_loss"):
+        chosen, rejected = given.clone().requires_grad_(), given.clone().requires_grad_()
+        run(chosen, rejected, given, given, 0.1)[0].sum().backward()
+        torch.testing.assert_close(chosen.grad, torch.full((2,), -0.05))
+        torch.testing.assert_close(rejected.grad, torch.full((2,), 0.05))
 
 
 def test_a_clipped_token_has_no_gradient_without_a_divergence(catalog: Catalog) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tilegym_db import patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
@@ -99,3 +101,123 @@ def product_of_doubles(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("forward", [other_products, product_of_a_call, product_of_doubles])
 def test_other_products_are_no_part(forward: Any) -> None:
     assert widened_product.product_of(forward) is None
+
+
+class Scores(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 64, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x.float(), self.weight.float())
+
+
+class Doubled:
+    @staticmethod
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.nn.functional.linear(x, weight)
+
+
+class OfLocalName(Scores):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        functional = Doubled
+        return functional.linear(x.float(), self.weight.float())
+
+
+class OfParameter(Scores):
+    def forward(self, x: torch.Tensor, functional: Any = Doubled) -> torch.Tensor:
+        return functional.linear(x.float(), self.weight.float())
+
+
+class OfReboundModule(Scores):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        self = x
+        return functional.linear(self.float(), weight.float())
+
+
+class OfPositionalModule(Scores):
+    def forward(self, /, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x.float(), self.weight.float())
+
+
+class OfUnnamedModule(Scores):
+    def forward(*given: Any) -> torch.Tensor:
+        return functional.linear(given[1].float(), given[0].weight.float())
+
+
+class OfInnerFunction(Scores):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = lambda x: functional.linear(x.float(), self.weight.float())  # noqa: E731
+        return scores(x)
+
+
+def hits_of(cls: type[Scores], shop: Any) -> int:
+    """Check that a patched module computes as before, and return its hits. The model has a usual one, too."""
+    model, x = torch.nn.ModuleList([Scores(), cls()]).eval(), torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        stock = model[1](x)
+        with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+            assert torch.equal(model[1](x), stock)
+    return int(handle.report().hits()[OP])
+
+
+@pytest.mark.parametrize("cls", [OfLocalName, OfParameter, OfReboundModule, OfPositionalModule, OfUnnamedModule])
+def test_other_names_in_a_forward_keep_its_product(cls: type[Scores], shop: Any) -> None:
+    assert hits_of(cls, shop) == 0
+
+
+@pytest.mark.parametrize("cls", [Scores, OfInnerFunction])
+def test_product_of_any_module_is_served(cls: type[Scores], shop: Any) -> None:
+    assert hits_of(cls, shop) == 1
+
+
+OTHER_WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda weight: weight.t().contiguous().t(),
+    "float16": torch.Tensor.half,
+    "float32": torch.Tensor.float,
+    "float64": torch.Tensor.double,
+    "vector": lambda weight: weight[0],
+    "sparse": lambda weight: weight.masked_fill(weight < 1, 0).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_weight_of_another_kind_keeps_the_product(name: str, shop: Any) -> None:
+    model, x = torch.nn.Sequential(Scores()).eval(), torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        model[0].weight = torch.nn.Parameter(OTHER_WEIGHTS[name](model[0].weight.detach()))
+        assert torch.equal(model(x), functional.linear(x.float(), model[0].weight.float()))
+    assert {*row(handle).bypassed} <= {widened_product.OTHER_DTYPES, widened_product.OTHER_WEIGHT}
+    assert not handle.report().hits()[OP]
+
+
+def test_weight_set_after_the_patch_is_read(shop: Any) -> None:
+    model, x = torch.nn.Sequential(Scores()).eval(), torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        for experts in (16, 4):
+            model[0].weight = torch.nn.Parameter(torch.randn(experts, 64, dtype=torch.bfloat16))
+            assert torch.equal(model(x), functional.linear(x.float(), model[0].weight.float()))
+        weights_of_call = {"0.weight": torch.ones(3, 64, dtype=torch.bfloat16)}
+        assert torch.func.functional_call(model, weights_of_call, (x,)).shape == (2, 5, 3)
+    assert handle.report().hits() == {OP: 3}
+
+
+def test_compiled_and_exported_products_are_those_of_pytorch(shop: Any) -> None:
+    model, x = torch.nn.Sequential(Scores()).eval(), torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]) as handle:
+        stock = functional.linear(x.float(), model[0].weight.float())
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), stock)
+        exported = torch.export.export(model, (x,))
+        assert torch.equal(exported.module()(x), stock)
+    called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert all(name.startswith("aten.") for name in called)
+    assert not handle.report().hits()[OP]
+
+
+def test_model_in_float32_gets_no_wrapper(shop: Any) -> None:
+    model = torch.nn.Sequential(Scores()).float().eval()
+    with torch.no_grad(), patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]):
+        assert type(model[0]) is Scores

@@ -141,13 +141,18 @@ class _MethodCalls(ast.NodeTransformer):
 
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions."""
+    """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions.
+
+    The first parameter, ``function.args.args[0]``, has a name, which is that of the module in a forward.
+    """
     try:
         tree = ast.parse(source_of(forward))
     except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0] if tree.body else None
     if not isinstance(function, ast.FunctionDef) or function.name != forward.__name__:
+        return None
+    if function.args.posonlyargs or not function.args.args:
         return None
     if not all(is_known_decorator(decorator, forward.__globals__) for decorator in function.decorator_list):
         return None

@@ -70,13 +70,34 @@ def product_of(forward: Any) -> Product | None:
 @once_per_function
 def _of_source(forward: FunctionType) -> Product | None:
     function = parsed(forward)
-    calls = [] if function is None else _products(function, forward.__globals__)
-    if len(calls) != 1:
+    scope = _read_globals(forward)
+    calls = [] if function is None else _products(function, scope)
+    if function is None or len(calls) != 1 or not _keeps_owner(function):
         return None
-    left, right = (ast.unparse(_widened(one, forward.__globals__) or one) for one in calls[0].args)
+    left, right = (ast.unparse(_widened(one, scope) or one) for one in calls[0].args)
     for name, operand in zip(("i0", "i1"), calls[0].args, strict=True):
         operand.func.value = ast.Name(name, ast.Load())  # type: ignore[attr-defined]
     return Product(left, right, f"def own(i0, i1):\n    return {ast.unparse(calls[0])}\n")
+
+
+def _read_globals(forward: FunctionType) -> Mapping[str, Any]:
+    """Return the globals that a function can read: those without a local variable of the same name, also in inner functions."""
+    local, codes = set[str](), [forward.__code__]
+    while codes:
+        code = codes.pop()
+        local.update(code.co_varnames, code.co_cellvars)
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {name: value for name, value in forward.__globals__.items() if name not in local}
+
+
+def _keeps_owner(function: ast.FunctionDef) -> bool:
+    """Return True if the name of the module means nothing else in its forward, nor in inner functions."""
+    owner = function.args.args[0]
+    return not any(
+        (isinstance(node, ast.Name) and node.id == owner.arg and not isinstance(node.ctx, ast.Load))
+        or (isinstance(node, ast.arg) and node.arg == owner.arg and node is not owner)
+        for node in ast.walk(function)
+    )
 
 
 def _products(function: ast.FunctionDef, scope: Mapping[str, Any]) -> list[ast.Call]:
@@ -149,7 +170,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     function, product = parsed(stock), product_of(stock)
     assert function is not None, "the group was found in it"
     assert product is not None, "the group was found by it"
-    (node,) = _products(function, stock.__globals__)
+    (node,) = _products(function, _read_globals(stock))
     node.func = ast.Attribute(ast.Name(CALL, ast.Load()), "linear", ast.Load())
     owner = function.args.args[0].arg
     node.args = [ast.parse(source, mode="eval").body for source in (owner, product.left, product.right)]
@@ -166,7 +187,8 @@ def product_function(site: CallSite, own: Function) -> Function:
     """Return ``linear(module, x [..., K], weight [N, K]) -> [..., N]`` in float32, which asks for a kernel first."""
 
     def why_stock(x: torch.Tensor, weight: Any) -> str:
-        if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2 or weight.stride(1) != 1:
+        is_plain_weight = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout is torch.strided
+        if not is_plain_weight or weight.dim() != 2 or weight.stride(1) != 1:
             return OTHER_WEIGHT
         if is_autocast(x):
             return AUTOCAST
