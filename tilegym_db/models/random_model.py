@@ -112,7 +112,7 @@ def model_class(config: Any) -> Any:
         if type(config) in factory._model_mapping:
             return factory
     raise UsageError(
-        f"transformers has no model for configs of type {config.model_type}. Try the config of a part, such as its language model.",
+        f"transformers has no model for configs of type {config.model_type}. Try that of a part, such as its language model.",
         code="model_absent",
     )
 
