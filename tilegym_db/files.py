@@ -124,7 +124,11 @@ def regular_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` in one step, so that a reader never sees half a file. Follow a link and keep the mode."""
+    """Replace ``path`` in one step, so that a reader never sees half a file. Follow a link and keep the mode.
+
+    Raises:
+        StoreError: the path is no file, or the write failed; the old content stays.
+    """
     staged: str | None = None
     try:
         path = Path(os.path.realpath(path))
@@ -170,7 +174,12 @@ def refuse_unwritable(path: Path, what: str) -> None:
 
 
 def write_exclusively(path: Path, content: bytes) -> None:
-    """Create a new file in one step: it appears whole or not at all. If several writers try at once, one succeeds."""
+    """Create a new file in one step: it appears whole or not at all. If several writers try at once, one succeeds.
+
+    Raises:
+        ConflictError: the path exists; it stays unchanged.
+        StoreError: the file cannot be written; nothing was added.
+    """
     staged: str | None = None
     try:
         if os.path.lexists(path):
@@ -370,7 +379,11 @@ POLL_S = 0.02
 
 @contextlib.contextmanager
 def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the lock ``<folder>/.tilegym-db.lock`` of a folder that several processes write to; create the file if needed."""
+    """Hold the lock ``<folder>/.tilegym-db.lock`` of a folder that several processes write to; create the file if needed.
+
+    Raises:
+        StoreError: another process holds it for ``timeout_s`` seconds, or the folder cannot be written.
+    """
     with hold_lock(folder / LOCK_NAME, folder, timeout_s, "Nothing was changed."):
         yield
 

@@ -138,3 +138,9 @@ def test_watch_prints_a_round_per_edit_and_ends_well(tmp_path, home):
         process.kill()
         process.stdout.close()
     assert not home.exists()
+
+
+def test_kernel_that_is_missing_names_the_command_of_a_draft(cli, row_scale, tmp_path):
+    refused = cli("dev", str(tmp_path / "none.py"), "-d", "row_scale")
+    assert refused.code == 2
+    assert "tilegym-db new solution" in " ".join(refused.err.split())

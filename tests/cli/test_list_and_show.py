@@ -149,3 +149,27 @@ def test_source_on_a_terminal_is_readable_on_any_background(monkeypatch, capsys)
     codes = {code for found in re.findall(r"\x1b\[([0-9;]*)m", capsys.readouterr().out) for code in found.split(";")}
     assert codes
     assert codes <= {"", "0", "1", "2", "32", "35", "36"}  # neither white nor black, and no background
+
+
+def test_list_shows_only_names_with_the_word(cli, row_scale):
+    assert [row["definition"] for row in cli("list", "SCALE", "--json").json()] == ["row_scale"]
+    assert len(cli("list", "scale", "--workloads", "--json").json()) == 1
+    assert "tilegym-db list" in cli("list", "softmax").err
+
+
+def test_source_is_printed_alone(cli, row_scale):
+    (solution,) = Catalog.default().solutions_for("row_scale")
+    assert (
+        cli("show", solution.name, "--source").out == solution.sources[solution.record.spec.entry_path].decode() + "\n"
+    )
+    assert cli("show", "row_scale", "--source").out == Catalog.default().definition("row_scale").reference + "\n"
+    assert cli("show", "row_scale", "--source", "--json").cause == "options_clash"
+    assert cli("show", "row_scal", "--source").cause == "name_unknown"
+
+
+def test_explain_without_sizes_names_a_command_that_works(cli, row_scale):
+    refused = cli("explain", "row_scale", "--gpu", "h200")
+    assert refused.cause == "axis_missing"
+    words = refused.err.partition("Try: tilegym-db ")[2].split()
+    assert cli(*words).code == 3
+    assert words[words.index("--gpu") + 1] == "h200"

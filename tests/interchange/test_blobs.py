@@ -518,3 +518,18 @@ def test_a_definition_that_was_refused_refuses_no_blob(tree: Tree, home: Path) -
     found = import_data_set(tree.root).data_set
     assert [item.path for item in found.refused] == [DEFINITION]
     assert found.of_kind("workload")[0].findings == ("definition 'scale_n8' is not in the data set",)
+
+
+def test_small_export_has_the_same_blob_twice(shipped: Catalog, tmp_path: Path) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+    one, two = (
+        build_export(shipped, [], None, BlobFolder(tmp_path / place, 64 * KIB, 16 * KIB), names=("softmax_backward",))
+        for place in ("one", "two")
+    )
+    assert one.drawn.keys() == two.drawn.keys() != set()
+    for path, file in one.drawn.items():
+        assert file.read_bytes() == two.drawn[path].read_bytes()
+    held = [given for _, inputs in inputs_of(one) for given in inputs.values() if given["type"] == "safetensors"]
+    assert {given["path"] for given in held} == one.drawn.keys()
+    assert all(given["tensor_key"] in load_file(one.drawn[given["path"]]) for given in held)

@@ -184,3 +184,16 @@ def test_line_of_a_task_that_is_too_deep_is_passed_by() -> None:
 @pytest.mark.turn("tilegym_db/judging/", "tilegym_db/sandbox/worker.py")  # a worker for each problem
 def test_draft_of_an_imported_problem_is_json(found: DataSet) -> None:
     assert json.loads(draft_of(found, "a_first").files["definition.json"])["op_type"] == "kernelbench"
+
+
+@pytest.mark.parametrize("name", ["exit.py", "os_exit.py", "lines.py", "in_place.py"])
+def test_bad_problem_has_its_reason_when_it_is_described(name: str) -> None:
+    text, reason = BAD[name]
+    answer = describing.described([(describing.KERNELBENCH, str(text), "{}")], 0)
+    assert reason in read_description(bytes(answer.tolist())).reason
+
+
+def test_description_sees_nothing_of_the_problem_before_it() -> None:
+    forms = [(describing.KERNELBENCH, str(BAD["double.py"][0]), "{}"), (describing.KERNELBENCH, SMALL, "{}")]
+    answers = [json.loads(bytes(describing.described(forms, number).tolist())) for number in (0, 1)]
+    assert [answer["tensors"][0]["dtype"] for answer in answers] == ["float64", "float32"]

@@ -33,7 +33,12 @@ _lock = threading.RLock()  # the import of one Solution must not see the sibling
 
 
 def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
-    """Return the entry function of a Solution; one digest gives the same function in one process."""
+    """Return the entry function of a Solution; one digest gives the same function in one process.
+
+    Raises:
+        ToolchainError: the language or a declared dependency is missing or too old.
+        SolutionError: the source on disk has changed, does not import, or has no such function.
+    """
     with _lock:
         name = f"{_package_name(solution)}.{_module_name(solution.record.spec.entry_path)}"
         module = sys.modules.get(name) or _import(solution, name)

@@ -372,7 +372,12 @@ class Catalog:
         return writers.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
-        """Add versions that the lock does not have, and return them; never change a locked digest."""
+        """Add versions that the lock does not have, and return them; never change a locked digest.
+
+        Raises:
+            RecordError: the lock is damaged.
+            StoreError: the lock cannot be written.
+        """
         from tilegym_db.catalog import writers
 
         return writers.update(self, root)
@@ -492,7 +497,11 @@ FOLDER, SUFFIX = "blob", ".safetensors"
 
 
 def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
-    """Return the path and the bytes of the file that holds an input, from the first root that has it."""
+    """Return the path and the bytes of the file that holds an input, from the first root that has it.
+
+    Raises:
+        RecordError: no root has the file, it leads out of its root, or its sha256 is another one or is not stated.
+    """
     root = next((root for root in roots if (root / spec.path).is_file()), None)
     if root is None:
         where = " or ".join(map(str, roots)) or "no folder: none is known here"

@@ -354,7 +354,9 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
     """Raise if a solution is given twice or the solutions belong to different operators."""
     definitions = [catalog.solution(name).record.definition for name in (a, b)]
     if a == b:
-        raise UsageError(f"'{a}' is given twice: compare takes two solutions.", code="solution_repeated")
+        raise UsageError(
+            f"'{a}' is given twice. Give two different solutions: tilegym-db compare A B", code="solution_repeated"
+        )
     if definitions[0] != definitions[1]:
         raise UsageError(
             f"'{a}' computes {definitions[0]} and '{b}' computes {definitions[1]}: only solutions of one definition can be "

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tilegym_db.cli.kit.output import note, print_line
-
-if TYPE_CHECKING:
-    pass
 
 
 def command(

@@ -27,15 +27,23 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.dev import DevReport, Problem
 
 
+def existing_kernel(path: Path) -> Path:
+    """Return the path of a kernel; refuse one that is not there, with the command that writes a draft."""
+    if not path.exists():
+        raise typer.BadParameter(
+            f"path '{path}' does not exist. To write one: tilegym-db new solution OPERATOR --language triton"
+        )
+    return regular_file(path)
+
+
 def command(
     path: Annotated[
         Path,
         typer.Argument(
             help="A .py file that defines run(), or the folder or .json of a solution.",
             metavar="KERNEL.py",
-            exists=True,
             readable=True,
-            callback=regular_file,
+            callback=existing_kernel,
         ),
     ],
     definition: Implements = None,

@@ -21,14 +21,19 @@ from tilegym_db.cli.kit.options import (
     parse_scalars,
 )
 from tilegym_db.cli.kit.output import note, print_table, spelled_map
-from tilegym_db.errors import StoreError
+from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.paths import DISABLE_VARIABLE, is_disabled
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tilegym_db.records import Workload
     from tilegym_db.resolver.explain import Explanation
 
 
 NO_VERIFIED_SOLUTION = 3
+UNSTATED = ("axis_missing", "dtype_missing")
+"""Codes of a call that lacks a part."""
 
 
 @with_form
@@ -55,18 +60,24 @@ def command(
     """Show which solution the resolver picks for a call, and why it rejects the others. Exit 3: stock code runs."""
     from tilegym_db.resolver.explain import explain
 
-    explanation = explain(
-        name,
-        axes=parse_axes(axes),
-        dtypes=parse_pairs("--dtype", dtype),
-        layouts=parse_pairs("--layout", layout),
-        scalars=parse_scalars(scalar),
-        gpu=gpu,
-        mode=mode,
-        launch=launch,
-        trust=trust,
-        require=require,
-    )
+    sizes, dtypes = parse_axes(axes), parse_pairs("--dtype", dtype)
+    try:
+        explanation = explain(
+            name,
+            axes=sizes,
+            dtypes=dtypes,
+            layouts=parse_pairs("--layout", layout),
+            scalars=parse_scalars(scalar),
+            gpu=gpu,
+            mode=mode,
+            launch=launch,
+            trust=trust,
+            require=require,
+        )
+    except UsageError as error:
+        if error.code not in UNSTATED:
+            raise
+        raise UsageError(f"{error}{_example(name, sizes, dtypes, gpu)}", code=error.code) from None
     _write(form, explanation)
     if explanation.solution is None:
         if form.is_table and is_disabled():
@@ -74,6 +85,23 @@ def command(
         elif form.is_table:
             _note_next(name, explanation.request.gpu)
         raise typer.Exit(NO_VERIFIED_SOLUTION)
+
+
+def _example(name: str, axes: Mapping[str, int], dtypes: Mapping[str, str], gpu: str) -> str:
+    """Return the whole command for a Workload that has most of the given sizes and dtypes; empty without a Workload."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records import axes_key
+    from tilegym_db.records.text import binding_key, explain_command
+
+    def shared(item: Workload) -> int:
+        return len(axes.items() & item.axes.items()) + len(dtypes.items() & item.dtypes.items())
+
+    known = Catalog.default().workloads_for(name)
+    if not known:
+        return ""
+    near = max(known, key=shared)  # the first one of several
+    where = "" if gpu == "auto" else gpu
+    return f" Try: {explain_command(name, axes_key(near.axes), binding_key(near.dtypes), where)}"
 
 
 def _write(form: Form, explanation: Explanation) -> None:

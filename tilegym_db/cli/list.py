@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 @with_form
 def command(
+    word: Annotated[
+        str | None,
+        typer.Argument(help="Only records whose name, or whose definition's, contains this.", metavar="WORD"),
+    ] = None,
     solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
     workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
     awards: Annotated[
@@ -44,10 +48,10 @@ def command(
         )
     if origin is not None:
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
-        print_imported(rows, form)
+        print_imported(_named(rows, word), form)
         return
     describe = solution_rows if solutions else workload_rows if workloads else award_records if awards else None
-    rows = listed_rows(Catalog.default(), describe, op_type, status)
+    rows = _named(listed_rows(Catalog.default(), describe, op_type, status), word)
     if not form.is_table:
         write_records(form, rows)
     elif rows:
@@ -56,9 +60,10 @@ def command(
         print_table(list(rows[0]), cells, wide=form.wide, least=least, key=("definition", "axes"))
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
-        note("nothing matches.")
+        note("nothing matches." if word is None else "nothing matches. Every operator: tilegym-db list")
 
 
+NAMES = ("definition", "solution", "award")
 LEAST_OF_AWARDS = ("trace", "digest", "ratio", "over")
 LEAST = ("trace", "tags", "description", "layouts", "version", "digest", "targets", "status", "role")
 
@@ -85,6 +90,13 @@ def listed_rows(
     if keeps and op_type is None and status is None and not catalog.left_out:
         keep_rows(home(), state, rows)
     return rows
+
+
+def _named(rows: list[dict[str, Any]], word: str | None) -> list[dict[str, Any]]:
+    """Return the rows with a word in one of their names, in any case."""
+    if word is None:
+        return rows
+    return [row for row in rows if any(word.lower() in str(row.get(name, "")).lower() for name in NAMES)]
 
 
 def _spelled(value: Any) -> Any:

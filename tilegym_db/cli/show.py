@@ -44,6 +44,9 @@ def command(
     history: Annotated[
         bool, typer.Option("--history", help="Show the timed passes of a definition's or solution's kernels over runs.")
     ] = False,
+    source: Annotated[
+        bool, typer.Option("--source", help="Print only the source of a solution, or the reference of a definition.")
+    ] = False,
     form: Form = TABLE,
     spark: Spark = None,
 ) -> None:
@@ -56,7 +59,11 @@ def command(
     from tilegym_db.catalog.other_names import OTHER_NAMES
 
     catalog = Catalog.default()
-    if history:
+    if source:
+        if history or not form.is_table:
+            raise UsageError("--source prints text. Leave out --history and the format.", code="options_clash")
+        print_source(source_of(catalog, name))
+    elif history:
         show_history(catalog, name, form, spark)
     elif name in catalog.definitions:
         show_definition(catalog, catalog.definition(name), form, spark)
@@ -72,6 +79,16 @@ def _unknown(catalog: Catalog, name: str, kinds: str) -> NotFoundError:
     catalog.refuse_broken(name)
     hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
     return NotFoundError(f"'{name}' is not {kinds}.{hint} Try: tilegym-db list", code="name_unknown")
+
+
+def source_of(catalog: Catalog, name: str) -> str:
+    """Return the source with a Solution's entry point, or the reference of a Definition."""
+    if name in catalog.definitions:
+        return catalog.definition(name).reference
+    if name not in catalog.solutions:
+        raise _unknown(catalog, name, "a definition or a solution")
+    solution = catalog.solution(name)
+    return solution.sources[solution.record.spec.entry_path].decode(errors="replace")
 
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:

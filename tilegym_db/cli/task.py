@@ -345,7 +345,8 @@ def recommend_command(
         return
     columns = ("definition", "stage", "axes", "dtypes", "award", "op_ratio", "over", "reason")
     rows = [tuple(getattr(call, name) for name in columns) for call in found.calls]
-    print_table(columns, rows, prose=("reason",), least=("over", "dtypes", "stage"), most=("definition", "op_ratio"))
+    prose = ("award", "reason")  # an award has a name of up to 60 characters, and a part of it names nothing
+    print_table(columns, rows, prose=prose, least=("over", "dtypes", "stage"), most=("definition", "op_ratio"))
     if is_disabled():
         note(f"{DISABLED}. To see kernels, unset {DISABLE_VARIABLE}.")
         return

@@ -405,7 +405,12 @@ class Draft:
 
 
 def draft_of(found: DataSet, name: str) -> Draft:
-    """Return the draft of one Definition of a data set."""
+    """Return the draft of one Definition of a data set.
+
+    Raises:
+        NotFoundError: the data set has no such Definition.
+        UsageError: it cannot be adapted; the message has the reason.
+    """
     items = {item.name: item for item in found.of_kind("definition")}
     if name not in items:
         hint = did_you_mean(name, items)
@@ -663,7 +668,11 @@ def base_of(found: DataSet, item: StoredRecord) -> str:
 
 
 def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile:
-    """Return the file of an input."""
+    """Return the file of an input, whose path ``given`` is relative to the folder ``base``.
+
+    Raises:
+        RecordError: the file is missing, a Git LFS pointer, or changed.
+    """
     file = found.files_by_path.get(os.path.normpath(os.path.join(base, given)))
     if file is None or file.role == "pointer":
         what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"

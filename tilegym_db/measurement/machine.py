@@ -648,7 +648,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Site:
-    """Devices of other hosts: one of them, whose kind and libraries all share, and a check for missing requirements."""
+    """Devices of other hosts, all of one kind and with equal libraries: one of them, and a check for missing requirements."""
 
     machine: Machine
     missing: Callable[[Iterable[SolutionFiles]], Missing]

@@ -394,7 +394,10 @@ class WallRun:
 
 
 def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
-    """Return the least microseconds of one call of a run on a CPU if nothing else had kept its threads waiting."""
+    """Return the least microseconds of one call of a run on a CPU if nothing else had kept its threads waiting.
+
+    ``null_us`` is the time of an empty request, and ``processors`` the most that worked on one call.
+    """
     return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
 
 

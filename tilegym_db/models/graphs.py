@@ -68,7 +68,7 @@ class GraphedCall:
         self.failed, self.retry = reason, self.runs + max(self.runs, MAX_EAGER_RUNS)
 
     def begin_anew(self) -> None:
-        """Time forwards again, because the model is another one now."""
+        """Time forwards again, because the model has changed."""
         self.runs, self.times = 0, {"eager": [], "replay": []}
 
     def count(self) -> None:

@@ -61,7 +61,7 @@ class CapturedForward:
     """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them.
 
     Attributes:
-        following: inputs by name, without the cache, which a replay leaves as the next step needs them; empty if it does not.
+        following: inputs by name, except the cache, that a replay leaves as the next step needs them; empty if there are none.
     """
 
     replay: Callable[[], Any]

@@ -280,7 +280,7 @@ class PromptGraphs:
 
 
 def why_not_prompt(inputs: Mapping[str, Any]) -> str:
-    """Return the reason why a forward is not that of a prompt that a graph can have; empty if it is."""
+    """Return the reason why no graph can serve a forward as that of a prompt; empty if one can."""
     from transformers import DynamicCache
 
     ids = inputs.get(DECODER.ids)

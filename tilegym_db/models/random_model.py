@@ -111,7 +111,10 @@ def model_class(config: Any) -> Any:
         factory = getattr(transformers, name)
         if type(config) in factory._model_mapping:
             return factory
-    raise UsageError(f"transformers has no model for configs of type {config.model_type}.", code="model_absent")
+    raise UsageError(
+        f"transformers has no model for configs of type {config.model_type}. Try that of a part, such as its language model.",
+        code="model_absent",
+    )
 
 
 def _made(config: Any, dtype: str) -> Any:

@@ -37,7 +37,11 @@ def {called}({parameters}, *, backend="auto"):
 
 
 def operator_function(definition: Definition, catalog: Catalog) -> Callable[..., Any]:
-    """Return ``function(*inputs, backend="auto")`` of a Definition; see :class:`CatalogOperator`."""
+    """Return ``function(*inputs, backend="auto")`` of a Definition; see :class:`CatalogOperator`.
+
+    Raises:
+        UsageError: the shape of an output does not follow from the inputs, or an input has the name ``backend``.
+    """
     if "backend" in definition.inputs:
         raise UsageError(
             f"an input of {definition.name} is named 'backend', like the option of its function; rename the input.",

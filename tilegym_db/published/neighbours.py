@@ -187,7 +187,7 @@ def padding_of_widths(definition: Definition, asked: Axes, point: Axes) -> tuple
 
 
 def why_unaligned(definition: Definition, asked: Axes, point: Axes) -> str:
-    """Return why a measured point does not show what rows of a call cost; "" if its rows begin at addresses as a call's do.
+    """Return why a measured point does not show what rows of a call cost; "" if its rows are aligned like those of the call.
 
     Kernels read a row of a matrix in vectors if its width is a multiple of :data:`ALIGNED`. A point of such a width says nothing
     of others: on an H200 a gate in TileLang is 1.5 times as fast as stock code at 2304 and 0.89 times at 4097.

@@ -687,7 +687,7 @@ def bounds_of(
     cold_l2: bool,
     timer: str,
 ) -> Bounds:
-    """Return the bounds at one point; ``peaks`` is None for a CPU, or if they are unknown."""
+    """Return the bounds at one point; ``peaks`` is None for a CPU or if unknown, ``cold_l2`` if each call had a flushed L2."""
     rel_fro, worst_row, matched = _error_bounds(definition, axes, dtypes)
     light = speed_of_light(definition, axes, dtypes, peaks) if peaks is not None else None
     least = least_us(light, peaks, cold_l2=cold_l2, timer=timer) if light is not None and peaks is not None else None

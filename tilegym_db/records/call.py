@@ -59,7 +59,11 @@ class Call:
         return canonical_json([self.definition, *(dict(part) for part in parts)])
 
     def bind(self, definition: Definition) -> Call:
-        """Return the call with const axes, single dtypes and the scalars that are sizes filled in."""
+        """Return the call with const axes, single dtypes and the scalars that are sizes filled in.
+
+        Raises:
+            UsageError: an axis or dtype is missing, unknown or not allowed, or an axis and its scalar differ.
+        """
         axes = axes_with_scalars(definition, self.axes, self.scalars)
         try:
             bound, dtypes = definition.bind_axes(axes), definition.bind_dtypes(self.dtypes)
@@ -104,7 +108,11 @@ class Request:
 
 
 def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
-    """Bind positional arguments: every input in order, optionally followed by every written output."""
+    """Bind positional arguments: every input in order, optionally followed by every written output.
+
+    Raises:
+        UsageError: their number is wrong, or one does not fit the Definition (:func:`bind_arguments`).
+    """
     names = (*definition.inputs, *definition.written_outputs)
     if len(values) not in (len(definition.inputs), len(names)):
         raise UsageError(
@@ -377,7 +385,7 @@ def bind_forward(backward: Definition, forward: Definition) -> Definition:
 
 
 def forward_of(backward: Definition) -> Definition:
-    """Return the forward that computes the saved tensors of a backward, which a catalog with both has read."""
+    """Return the forward of a backward; raise :class:`RecordError` unless a catalog with both has read it."""
     if backward._forward is None:
         raise RecordError(
             f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog "

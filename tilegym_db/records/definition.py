@@ -308,7 +308,11 @@ class Definition(Record):
         return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Return every axis with its size, including const axes."""
+        """Return every axis with its size, including const axes.
+
+        Raises:
+            RecordError: an axis is missing, unknown or negative, differs from a const axis, or breaks a constraint.
+        """
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
             if name not in self.axes:
@@ -341,7 +345,11 @@ class Definition(Record):
         return {name: bound[name] for name in self.axes}
 
     def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        """Return every dtype variable with its dtype; a variable with a single choice may be left out."""
+        """Return every dtype variable with its dtype; a variable with a single choice may be left out.
+
+        Raises:
+            RecordError: a variable is missing or unknown, or the Definition does not list its dtype.
+        """
         bound: dict[str, str] = {}
         for name in dtypes:
             if name not in self.dtypes:

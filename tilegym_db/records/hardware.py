@@ -149,7 +149,7 @@ def _variant_words(name: str, whole: str, slug: str) -> list[str]:
 
 
 def gpu_base(slug: str) -> str:
-    """Return the known slug of a variant's namesake: ``h100-sxm`` for ``h100-sxm-mig-1g-10gb``; "" for an unknown GPU."""
+    """Return the known slug that a variant belongs to: ``h100-sxm`` for ``h100-sxm-mig-1g-10gb``; "" for an unknown GPU."""
     if slug in GPU_SLUGS:
         return slug
     found = [

@@ -35,7 +35,12 @@ _LOADING = threading.Lock()
 
 
 def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[..., Any]:
-    """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process."""
+    """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process.
+
+    Raises:
+        SolutionError: the source on disk is another one, or does not import.
+        ToolchainError: the language is not installed.
+    """
     with _LOADING:
         entry = _LOADED.get(verified_digest)
         if entry is None:

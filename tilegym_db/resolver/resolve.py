@@ -156,7 +156,7 @@ def resolve(
 
 
 def requirements(given: str | Collection[str] | None) -> frozenset[str]:
-    """Return what is required of the bits of kernels, in one order."""
+    """Return what is required of the bits of kernels; raise :class:`UsageError` for an unknown name."""
     check_kind(given or (), Collection, "require is a name or a collection of names")
     names = frozenset(
         str(name).replace("-", "_") for name in ((given,) if isinstance(given, str) else given or ()) if name

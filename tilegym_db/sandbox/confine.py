@@ -142,7 +142,7 @@ class Sandbox:
 
     @property
     def level(self) -> int:
-        """1, 2 or 3."""
+        """1, 2 or 3; 3 confines most."""
         return self.confinement.level
 
 

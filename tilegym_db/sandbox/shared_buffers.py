@@ -261,7 +261,7 @@ class SharedBuffers:
 def attach(
     message: Mapping[str, Any], descriptor: int
 ) -> tuple[torch.Tensor, list[tuple[int, SlotPlan]], Callable[[], None]]:
-    """Attach in the worker and close the descriptor."""
+    """Attach in the worker and close the descriptor; return all bytes, the start and plan of each call, and a detach function."""
     plans = [SlotPlan.from_message(plan) for plan in message["plans"]]
     starts = [number * plans[0].size for number in range(message["slots"])]
     placed = [(0, plan) for plan in plans] if len(plans) > 1 else [(start, plans[0]) for start in starts]

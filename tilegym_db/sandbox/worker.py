@@ -163,7 +163,12 @@ class WorkerProcess:
 
     @property
     def sandbox_level(self) -> int:
-        """The sandbox level that the confining code reports. The property waits until it is known."""
+        """The sandbox level that the confining code reports. The property waits until it is known.
+
+        Raises:
+            WorkerTimeout: the worker did not start in time.
+            WorkerDied: this confinement is not possible here.
+        """
         return int(self._introduction()["level"])
 
     @property
@@ -189,7 +194,12 @@ class WorkerProcess:
             self._ready = True
 
     def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for its answer.
+
+        Raises:
+            WorkerTimeout: no answer in ``timeout_s`` seconds; the worker has been killed.
+            WorkerDied: the process ended or broke the protocol; it has been killed.
+        """
         try:
             self.wait_until_ready()
             began = time.perf_counter()
@@ -353,7 +363,12 @@ class RequestChannel:
                 rest, descriptors = rest[sent:], ()
 
     def receive(self, expected: int, deadline: float) -> dict[str, Any]:
-        """Return the next message, which must be the answer to request number ``expected``."""
+        """Return the next message, which must be the answer to request number ``expected``.
+
+        Raises:
+            ChannelBroken: it is another message, or the worker is gone.
+            ChannelTimeout: none came before ``deadline``, of ``time.monotonic()``.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while b"\n" not in self._buffer:

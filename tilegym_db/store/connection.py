@@ -656,7 +656,7 @@ def run_user_query(
     as_arrow: bool = False,
     timeout_s: float | None = None,
 ) -> QueryResult:
-    """Answer one SQL statement of the user.
+    """Answer one SQL statement of the user. An interrupt (SIGINT) in the main thread ends it at once.
 
     Arguments and errors are those of :func:`open_store` and of :func:`~tilegym_db.store.asking.ask`.
     """

@@ -334,7 +334,13 @@ def data_sets(home: Path) -> list[DataSet]:
 
 
 def data_set(home: Path, origin: str) -> DataSet:
-    """Return one data set by its origin, or by its name alone if that is unique."""
+    """Return one data set by its origin, or by its name alone if that is unique.
+
+    Raises:
+        NotFoundError: no data set has that origin; suggests the nearest.
+        UsageError: several dialects have one of that name.
+        StoreError: it cannot be read.
+    """
     return _read_data_set(manifest_of(home, origin), home)
 
 

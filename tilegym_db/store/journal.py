@@ -86,7 +86,11 @@ class RunFile:
         self._descriptor = _open_for_append(self.path)
 
     def append_line(self, line: bytes) -> None:
-        """Write one line, which ends with its newline, and wait until it is on disk."""
+        """Write one line, which ends with its newline, and wait until it is on disk.
+
+        Raises:
+            StoreError: the disk is full or gone; the file then ends with its last whole line.
+        """
         end = os.fstat(self._descriptor).st_size
         try:
             write_fully(self._descriptor, line)
@@ -195,7 +199,7 @@ def journal_files(home: Path) -> list[Path]:
 def read_journal(path: Path) -> JournalContent:
     """Read every trace of a journal or of a published file, and each other line with the reason.
 
-    Signatures are not checked here: :mod:`tilegym_db.store.journal` does that.
+    Signatures are not checked here: :func:`load_traces` does that.
     """
     try:
         content = read_bytes(path, "journal", limit=None)

@@ -12,6 +12,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.measurement.tune.search import ConfigCandidate, candidate_order, history_of
 from tilegym_db.measurement.tune.tile_sizes import Start, read_tile_sizes, starts
+from tilegym_db.measurement.tune.tune import tune
 from tilegym_db.paths import shipped_root
 
 NAME = "E=128,N=768,device_name=NVIDIA_H200.json"
@@ -122,3 +123,9 @@ def test_starting_points_are_tried_after_the_defaults(catalog: Catalog, tmp_path
     order = candidate_order(record, [], history_of([]), "seed", first)
     assert [item.config for item in order[:3]] == [{}, *(one.config for one in near)]
     assert len(order) == len(list(record.configs())) + 1
+
+
+def test_operator_without_experts_is_refused_at_once(tmp_path: Path) -> None:
+    with raises(UsageError, "tile_sizes_unused", "rms_norm"):
+        tune("rms_norm", devices="cpu", start=table(tmp_path), store_home=tmp_path / "home")
+    assert not (tmp_path / "home" / "tuning").exists()

@@ -30,7 +30,11 @@ T = TypeVar("T")
 
 
 def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
-    """Return the Definitions of a family and status, sorted by name."""
+    """Return the Definitions of a family and status, sorted by name.
+
+    Raises:
+        NotFoundError: there is no such family or status; the message lists the known ones.
+    """
     found = list(catalog.definitions.values())
     return of_kind(found, [(item.op_type, status_of(item)) for item in found], op_type, status)
 

@@ -105,7 +105,10 @@ def sanitize(
     program = find_program("compute-sanitizer")
     setup = RunSetup.of(gpu, None, None)
     if not setup.machine.is_gpu:
-        raise HardwareError("sanitize watches kernels on an NVIDIA GPU, and this machine has none.", code="gpu_absent")
+        raise HardwareError(
+            "sanitize watches kernels on an NVIDIA GPU, and this machine has none. Run it on a machine with one.",
+            code="gpu_absent",
+        )
     records, seed = setup.catalog, secrets.randbits(62)
     chosen = [
         with_cases(item, records.workloads_for(item.definition.name), cases, seed)

@@ -145,7 +145,10 @@ class Search:
         self._order = random.Random(self.seed)
 
     def run(self, candidates: Sequence[ConfigCandidate], ahead: CompileAhead, deadline: float) -> int:
-        """Try configs wave by wave, at least one wave, until a value of ``time.monotonic()``; return the number of others."""
+        """Try configs wave by wave, at least one wave; return the number of configs that were not tried.
+
+        No wave begins after ``deadline``, a value of ``time.monotonic()``.
+        """
         left = len(candidates)
         for start in range(0, len(candidates), self.budget.wave):
             wave = candidates[start : start + self.budget.wave]

@@ -27,6 +27,8 @@ LARGEST = 1 << 30
 """Maximum of a size and of a number of tokens."""
 VERSION = "triton_version"
 """Key of newer files that is no number of tokens."""
+OF_EXPERTS = frozenset(("M", "E", "I"))
+"""Axes of an operator that the files are for: tokens, experts and intermediate size."""
 _COUNT = re.compile(r"[1-9][0-9]{0,9}")
 _NAME = re.compile(
     r"E=(?P<experts>[0-9]+),N=(?P<width>[0-9]+),device_name=(?P<device>[^,]+)(,dtype=(?P<dtype>[^,]+))?"
@@ -121,7 +123,7 @@ def _content_problem(content: Any) -> str | None:
 def starts(tuned: TunedSizes, solution: SolutionFiles, definition: Definition, workload: Workload) -> list[Start] | str:
     """Return the configs of a Solution nearest to the tuned sizes, nearest first, or why the file says nothing about it."""
     axes = definition.bind_axes(workload.axes)
-    if not {"M", "E", "I"} <= set(axes) or solution.record.spec.language != "triton":
+    if not set(axes) >= OF_EXPERTS or solution.record.spec.language != "triton":
         return f"{solution.name} is no Triton kernel of experts with tokens M, experts E and intermediate size I"
     if (axes["E"], axes["I"]) != (tuned.experts, tuned.width):
         return f"{axes_key(workload.axes)}: the tile sizes are for E={tuned.experts} and I={tuned.width}"

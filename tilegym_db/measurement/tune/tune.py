@@ -33,7 +33,7 @@ from tilegym_db.measurement.tune.search import (
     is_faulty,
     nearest_winners,
 )
-from tilegym_db.measurement.tune.tile_sizes import Start, TunedSizes, read_tile_sizes, starts
+from tilegym_db.measurement.tune.tile_sizes import OF_EXPERTS, Start, TunedSizes, read_tile_sizes, starts
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
@@ -147,6 +147,8 @@ def _search_all(
     pool: DevicePool | None,
     tuned: TunedSizes | None = None,
 ) -> TuneReport:
+    if tuned is not None:
+        _refuse_others(tuned, options, setup.catalog)
     plan = setup.plan(options)
     pairs = _tunable_pairs(plan, setup.machine)
     unused = [] if tuned is None else _take_starts(tuned, plan, pairs, known)
@@ -254,20 +256,42 @@ def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workloa
     return found
 
 
+def _refuse_others(tuned: TunedSizes, options: Options, catalog: Catalog) -> None:
+    """Raise if tile sizes of experts are given, and only operators without experts are asked for."""
+    solutions = catalog.solution_paths
+    asked = [catalog.solution(name).record.definition if name in solutions else name for name in options.names]
+    if asked and not any(catalog.definition(name).axes.keys() >= OF_EXPERTS for name in asked):
+        raise UsageError(
+            f"{tuned.file} is for operators with the axes {', '.join(sorted(OF_EXPERTS))}, and {asked[0]} has others. "
+            "Leave out --start, or name another: tilegym-db list moe_experts",
+            code="tile_sizes_unused",
+        )
+
+
 def _take_starts(
     tuned: TunedSizes, plan: Plan, pairs: Mapping[str, list[tuple[Workload, SolutionFiles]]], known: KnownResults
 ) -> list[str]:
-    """Put the configs nearest to another project's sizes into what is known; return where they are of no use, with counts."""
-    reasons: Counter[str] = Counter()
+    """Put the configs nearest to another project's sizes into what is known; return where they are of use and where not.
+
+    Raise :class:`UsageError` if they are of no use for any of the pairs, because the search would then ignore the file.
+    """
+    reasons: list[str] = []
     for item in plan.definitions:
         for workload, solution in pairs[item.definition.name]:
             found = starts(tuned, solution, item.definition, workload)
             if isinstance(found, str):
-                reasons[found] += 1
+                reasons.append(found)
             else:
                 known.starts[solution.digest, item.definition.digest, workload.uuid] = found
+    if not reasons and not known.starts:  # the report has the reasons for no pairs
+        return [f"{tuned.file}: not used, because nothing can be tuned here"]
+    if not known.starts:
+        raise UsageError(
+            f"{tuned.file} is of no use here: {reasons[0]}. Leave out --start, or name a kernel of experts with its sizes.",
+            code="tile_sizes_unused",
+        )
     used = f"{tuned.file}: tried first on {len(known.starts)} pairs of solution and workload"
-    return [used, *(f"{tuned.file}: not used, {reason}" for reason in reasons)]
+    return [used, *(f"{tuned.file}: not used, {reason}" for reason in dict.fromkeys(reasons))]
 
 
 # ---- one Solution ---------------------------------------------------------------------------------
