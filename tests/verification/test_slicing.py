@@ -13,7 +13,7 @@ from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced
 
 SLICED = [name for name, record in CATALOG.definitions.items() if record.independent_axes]
-TINY_BYTES = 20_000
+TINY_BYTES = 1_000
 
 
 def tiny_inputs(definition: Definition, contents: str) -> list[dict[str, Any]]:
