@@ -422,21 +422,13 @@ class LiftedCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, under :class:`Lifted` if it may cast."""
+        """Call the function, under :class:`Lifted` if it may cast or reads a sliced input."""
         kwargs = kwargs or {}
-        if self._slices and self._reads_slices((*args, *kwargs.values())):
-            pass
-        elif func in PLAIN_CALLS:
-            if kwargs.get("dtype") not in LIFTED_DTYPES and not any(map(_is_float_dtype, args)):
-                return func(*args, **kwargs)
-            if func is _T.to and len(args) == 2 and not kwargs and args[0].dtype is torch.float64:
+        if not (self._slices and self._reads_slices((*args, *kwargs.values()))):
+            if _only_copies(func, args, kwargs):
                 return args[0].clone()
-        elif func in FLOAT_CASTS and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
-            return args[0].clone()  # a cast between two dtypes copies
-        elif getattr(func, "__name__", "") == "__get__":
-            return func(*args)  # an attribute, such as the shape
-        elif func is torch.where and any(isinstance(value, torch.Tensor) for value in args[1:]):
-            return func(*args, **kwargs)  # of two plain numbers, PyTorch makes a tensor of its default dtype
+            if not _may_cast(func, args, kwargs):
+                return func(*args, **kwargs)
         with self._lifted:
             return func(*args, **kwargs)
 
@@ -446,6 +438,21 @@ class LiftedCalls(TorchFunctionMode):
             or (isinstance(value, list | tuple) and any(id(part) in self._slices for part in value))
             for value in values
         )
+
+
+def _only_copies(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for the cast of a float64 tensor to a lifted dtype, which is float64 then; a cast between two dtypes copies."""
+    casts = (func in FLOAT_CASTS and len(args) == 1) or (func is _T.to and len(args) == 2 and _is_float_dtype(args[1]))
+    return casts and not kwargs and args[0].dtype is torch.float64
+
+
+def _may_cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return False if a function can make no tensor of a dtype that is lifted, other than those of its inputs."""
+    if func in PLAIN_CALLS:
+        return kwargs.get("dtype") in LIFTED_DTYPES or any(map(_is_float_dtype, args))
+    if func is torch.where:  # of two plain numbers, PyTorch makes a tensor of its default dtype
+        return not any(isinstance(value, torch.Tensor) for value in args[1:])
+    return getattr(func, "__name__", "") != "__get__"  # an attribute, such as the shape
 
 
 def _is_float_dtype(value: Any) -> bool:
