@@ -73,11 +73,12 @@ def test_large_fresh_contents_are_drawn_again_when_they_are_used() -> None:
     large.kept_bytes = 0
     for one, other in zip(kept.fresh(0, 6), large.fresh(0, 6), strict=True):
         assert not other.inputs
-        used = other.with_inputs()
+        assert not other.outputs
+        used = other.with_tensors()
         assert used.inputs.keys() == one.inputs.keys()
         assert all(torch.equal(used.inputs[name], value) for name, value in one.inputs.items())
-        assert torch.equal(other.outputs["out"], one.outputs["out"])
-        assert one.with_inputs() is one
+        assert torch.equal(used.outputs["out"], one.outputs["out"])
+        assert one.with_tensors() is one
 
 
 def test_large_contents_are_drawn_again_when_they_are_used() -> None:
@@ -90,8 +91,24 @@ def test_large_contents_are_drawn_again_when_they_are_used() -> None:
     assert len(pairs) > 1
     for one, other in pairs:
         assert not other.inputs
-        assert all(torch.equal(other.with_inputs().inputs[name], value) for name, value in one.inputs.items())
-        assert torch.equal(other.outputs["out"], one.outputs["out"])
+        used = other.with_tensors()
+        assert all(torch.equal(used.inputs[name], value) for name, value in one.inputs.items())
+        assert torch.equal(used.outputs["out"], one.outputs["out"])
+
+
+def test_small_outputs_of_large_inputs_are_not_computed_again() -> None:
+    contents = contents_of("gemm", {"M": 8, "N": 8, "K": 256}, 7)
+    contents.kept_bytes = 8 * contents.sets[0].outputs["out"].numel()
+    (expected,) = contents.fresh(0, 1)
+    assert not expected.inputs
+    assert expected.with_tensors().outputs["out"] is expected.outputs["out"]
+
+
+def test_large_contents_are_not_drawn_ahead() -> None:
+    contents = grouped_gemm(seed=7)
+    contents.kept_bytes = 0
+    contents.draw_ahead(3, lambda: False)
+    assert not contents.seconds_of_fresh
 
 
 def test_large_fresh_contents_are_judged_like_others() -> None:
@@ -101,11 +118,14 @@ def test_large_fresh_contents_are_judged_like_others() -> None:
     pool = BufferPool(contents.definition, contents.sets, "cpu", 0)
     with closing(pool):
         pool.fill_with(fresh)
-        assert torch.equal(pool.buffers.tensor(1, "x"), fresh[1].with_inputs().inputs["x"])
+        assert torch.equal(pool.buffers.tensor(1, "x"), fresh[1].with_tensors().inputs["x"])
     runner: Any = SimpleNamespace(
         definition=contents.definition, solution=CATALOG.solution("moe_grouped_gemm_stock"), verification=None
     )
-    right = [{name: value.to(torch.bfloat16) for name, value in expected.outputs.items()} for expected in fresh]
+    right = [
+        {name: value.to(torch.bfloat16) for name, value in expected.with_tensors().outputs.items()}
+        for expected in fresh
+    ]
     assert check_fresh_contents(runner, fresh, right) is None
     wrong = [right[0], {"out": -right[1]["out"]}, *right[2:]]
     kernel = SimpleNamespace(**{**vars(runner), "solution": CATALOG.solution("moe_grouped_gemm_triton")})

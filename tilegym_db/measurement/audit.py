@@ -314,7 +314,7 @@ def check_fresh_contents(
     """
     definition, record = runner.definition, runner.solution.record
     judged = [
-        judge(definition, record, expected.with_inputs(), outputs)
+        judge(definition, record, expected.with_tensors(), outputs)
         for expected, outputs in zip(contents, found, strict=True)
     ]
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
@@ -322,7 +322,7 @@ def check_fresh_contents(
     refuting = (
         number
         for number in wrong
-        if not (few and _matches_stock_outputs(runner, contents[number].with_inputs(), found[number]))
+        if not (few and _matches_stock_outputs(runner, contents[number].with_tensors(), found[number]))
     )
     worst = next((judged[number] for number in refuting), None)
     if not isinstance(worst, Failure):

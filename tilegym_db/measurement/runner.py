@@ -138,7 +138,7 @@ class Runner:
             if record.spec.deterministic:
                 wrong = [name for name, want in verified.outputs[number].items() if not same_bytes(found[name], want)]
             else:
-                outcome = judge(self.definition, record, pool.contents[number].with_inputs(), found)
+                outcome = judge(self.definition, record, pool.contents[number].with_tensors(), found)
                 wrong = [outcome.output or ""] if isinstance(outcome, Failure) else []
             if wrong:
                 reason = f"{wrong[0]}: the timed calls left another result than the verified ones"
@@ -287,7 +287,7 @@ class BufferPool:
     def fill_with(self, contents: Iterable[OracleCase]) -> None:
         """Fill the slots with the given contents, and the outputs with random garbage; return when the data has arrived."""
         for slot, expected in enumerate(contents):
-            fill_slot(self.buffers, slot, self.definition, expected.with_inputs(), None)
+            fill_slot(self.buffers, slot, self.definition, expected.with_tensors(), None)
         self.buffers.settle()
 
     def prepare(self, slots: Iterable[int], *, poison: bool, byte: int | None = None) -> None:

@@ -26,7 +26,7 @@ from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.processes import available_memory
-from tilegym_db.sandbox.shared_buffers import plan_slot, storage_dtype
+from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot, storage_dtype
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.conditioning import Uncertainties, may_be_moved
 from tilegym_db.verification.distributions import (
@@ -68,18 +68,33 @@ class OracleCase:
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
-    redraw: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
-    """Draws the inputs again, if they are not kept; see :meth:`without_inputs`."""
+    again: Callable[[], tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]] | None = field(
+        default=None, compare=False
+    )
+    """Makes inputs and outputs again, if large ones are not kept; see :meth:`without_tensors`."""
     uncertainties: Uncertainties = field(default_factory=Uncertainties, init=False, compare=False)
     """Of its elements, as far as a comparison has asked for them."""
 
-    def without_inputs(self, redraw: Callable[[], Mapping[str, Any]]) -> OracleCase:
-        """Return the case without the memory of its inputs, which ``redraw`` draws again."""
-        return replace(self, inputs={}, redraw=redraw)
+    def without_tensors(
+        self, draw: Callable[[], Mapping[str, Any]], evaluate: Callable[[Any], Any] | None
+    ) -> OracleCase:
+        """Return the case without the memory of its inputs, and of its outputs if ``evaluate`` computes them again."""
+        outputs = self.outputs
 
-    def with_inputs(self) -> OracleCase:
-        """Return the case with its inputs: this one if it has them, else one that is gone after its use."""
-        return self if self.redraw is None else replace(self, inputs=self.redraw(), redraw=None)
+        def again() -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+            inputs = draw()
+            return inputs, outputs if evaluate is None else evaluate(inputs)
+
+        if evaluate is not None:
+            outputs = {}
+        return replace(self, inputs={}, outputs=outputs, again=again)
+
+    def with_tensors(self) -> OracleCase:
+        """Return the case with its inputs and outputs: this one if it has them, else one that is gone after its use."""
+        if self.again is None:
+            return self
+        inputs, outputs = self.again()
+        return replace(self, inputs=inputs, outputs=outputs, again=None)
 
 
 @contextmanager
@@ -467,7 +482,7 @@ SLOW_ORACLE_S = 0.5
 """Seconds of an oracle above which those of several contents are evaluated together."""
 MAX_FRESH_AT_ONCE = 8
 KEPT_BYTES = 2 << 30
-"""Bytes of inputs above which contents are drawn one at a time, and again when they are used."""
+"""Bytes of inputs, or of outputs in float64, above which contents are made one at a time, and again when they are used."""
 
 CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
 
@@ -589,7 +604,7 @@ class WorkloadContents:
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
     kept_bytes: int = KEPT_BYTES
-    """Contents with larger inputs are kept without them, unless a call overwrites them and timing restores them."""
+    """Contents with larger inputs or outputs are kept without them, unless a call overwrites inputs and timing restores them."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
     _seconds: float = 0.0
@@ -669,9 +684,11 @@ class WorkloadContents:
     def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
         """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
 
-        Drawing must have ended before :meth:`fresh` is called.
+        Drawing must have ended before :meth:`fresh` is called. Large contents are not drawn ahead: workers that verify the shape
+        meanwhile need the memory of their oracle.
         """
-        self._draw_fresh(0, count, stopped)
+        if not self._is_large:
+            self._draw_fresh(0, count, stopped)
 
     def _draw_fresh(self, attempt: int, count: int, stopped: Callable[[], bool] = lambda: False) -> None:
         # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
@@ -691,18 +708,33 @@ class WorkloadContents:
             self._fresh[attempt] = known, tried
 
     def _evaluated(self, cases: Sequence[Case], *, keep: bool = False) -> list[OracleCase | None]:
-        """Return cases of one shape with their oracles. Unless ``keep``, large inputs are in memory one case at a time."""
-        if keep or not cases or not self._is_large(cases[0]):
+        """Return cases of one shape with their oracles. Unless ``keep``, large tensors are in memory one case at a time."""
+        if keep or not cases or not self._is_large:
             return self.cache.several(cases)
         found: list[OracleCase | None] = []
+        evaluate = functools.partial(oracle, self.definition) if self._has_large_outputs else None
         for case in cases:
             drawn = self.cache.once(case)
-            found.append(drawn and drawn.without_inputs(functools.partial(self.cache.inputs_of, case)))
+            found.append(drawn and drawn.without_tensors(functools.partial(self.cache.inputs_of, case), evaluate))
             del drawn
+            give_back_memory(self.cache.device)  # an oracle takes many times the memory of the inputs
         return found
 
-    def _is_large(self, case: Case) -> bool:
-        return sum(tensor.span for tensor in plan_slot(self.definition, case).inputs) > self.kept_bytes
+    @property
+    def _has_large_outputs(self) -> bool:
+        return self._bytes_of_oracle > self.kept_bytes
+
+    @property
+    def _is_large(self) -> bool:
+        return self._has_large_outputs or sum(tensor.span for tensor in self._slot.inputs) > self.kept_bytes
+
+    @functools.cached_property
+    def _slot(self) -> SlotPlan:
+        return plan_slot(self.definition, self._case(CONTENT_SETS[0], _OWN_SHAPE))
+
+    @property
+    def _bytes_of_oracle(self) -> int:
+        return sum(8 * math.prod(tensor.shape) for tensor in self._slot.outputs)  # in float64
 
     def free_verified(self) -> None:
         """Free the memory of contents that are verified and not timed. Call it when every Solution is verified."""
@@ -718,10 +750,9 @@ class WorkloadContents:
 
     def _check_memory(self) -> None:
         """Refuse contents larger than the memory: on a CPU, the kernel would end the process instead of the allocation."""
-        slot = plan_slot(self.definition, self._case(CONTENT_SETS[0], _OWN_SHAPE))
-        oracle = sum(8 * math.prod(tensor.shape) for tensor in slot.outputs)  # in float64
-        inputs = sum(tensor.span for tensor in slot.inputs)
-        needed = (1 if self.is_fixed else len(CONTENT_SETS)) * (inputs + oracle)
+        inputs = sum(tensor.span for tensor in self._slot.inputs)
+        kept = 1 if self.is_fixed or (self._is_large and not self.definition.in_place) else len(CONTENT_SETS)
+        needed = kept * (inputs + self._bytes_of_oracle)
         device = self.cache.device
         available = available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[1]
         if needed > available:

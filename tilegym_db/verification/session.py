@@ -85,7 +85,7 @@ def check_own_shape(
             if failure is not None:
                 break
             calls = handle.policy.calls if number == 0 else 2
-            outcome = handle.verify_slot(buffers, expected.with_inputs(), calls)
+            outcome = handle.verify_slot(buffers, expected.with_tensors(), calls)
             if isinstance(outcome, Failure):
                 failure = outcome
             else:
@@ -93,11 +93,11 @@ def check_own_shape(
                 outputs += [outcome[1]] if number < len(contents.sets) else []
         other = in_turn_with or contents.other
         if failure is None and other is not None:
-            failure = handle.call_in_turn(buffers, contents.sets[0].with_inputs(), other.with_inputs(), outputs[0])
+            failure = handle.call_in_turn(buffers, contents.sets[0].with_tensors(), other.with_tensors(), outputs[0])
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
     if failure is None:
-        same = handle.check_slices(contents.sets[0].with_inputs(), outputs[0])
+        same = handle.check_slices(contents.sets[0].with_tensors(), outputs[0])
         if isinstance(same, Failure):
             return same
         verdict.slices = same
@@ -632,7 +632,7 @@ class Verification:
         found = self.ahead.take(self.handle, contents) or check_own_shape(self.handle, contents)
         other, is_excused = contents.other, False
         if isinstance(found, Failure) and other is not None and found.case == other.case:
-            found = self._excused(found, other.with_inputs(), None)
+            found = self._excused(found, other.with_tensors(), None)
             is_excused = found.excused
             if is_excused:  # the call between two equal ones has the contents of a timed set then
                 # The fuzz cases are those of other workloads too, which this case is none of.
