@@ -24,7 +24,7 @@ from decoding_models import CONFIGS, made, prompt
 from host_graphs import NoWaiting, capturing, deciding_as_now
 
 from tilegym_db.models import forward_graphs
-from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, TRACED, UNPATCHED, change_class, subclass
 from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.forward_graphs import (
     EAGER_RUNS,
@@ -300,6 +300,20 @@ def test_changes_that_keep_the_addresses_end_the_graph(change):
     change(model)
     model(ids(0))
     assert graphs.report().replayed == 1
+
+
+def test_a_call_site_that_leaves_the_model_keeps_the_graph():
+    model = encoder()
+    stock = type(model.pooler)
+    change_class(model.pooler, subclass(stock, lambda self, *args: stock.forward(self, *args)))
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY):
+        model(ids(seed))
+    change_class(model.pooler, stock)
+    model(ids(0))
+    model(ids(1))
+    assert graphs.report().captured == 1
+    assert graphs.report().replayed == 2
 
 
 def test_a_weight_with_fewer_rows_is_another_state():

@@ -21,9 +21,9 @@ from tilegym_db.cli import models, sql
 from tilegym_db.errors import HardwareError, ToolchainError, UsageError
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models.bench.generation import Generation
-from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS, ModelBenchOptions, compare
+from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS, ModelBenchOptions, compare, kernels_of
 from tilegym_db.models.bench.model_bench import model_bench as run_model_bench
-from tilegym_db.models.patch import model_tag
+from tilegym_db.models.patch import model_tag, patched
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.records.loop import ModelRun
 from tilegym_db.store.side_files import read_model_run
@@ -264,6 +264,30 @@ def test_what_cannot_be_run_is_wrong_usage(option: tuple[Any, ...], error: type,
 OWN = "WHERE origin <> 'shipped'"
 """Of the runs that the database holds, those that a test made."""
 BRIEF = ("--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 8, "--max-new-tokens", 4, "--rounds", 3)
+
+
+class InGraphs:
+    """Forwards of a model that are replays, which count no calls, unless they are left out."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self.forward, self.is_left_out = forward, lambda: False
+
+    def __call__(self) -> None:
+        if self.is_left_out():
+            self.forward()
+
+    def report(self) -> None:
+        """Nothing of it is in the report of the patch."""
+
+
+def test_kernels_of_replays_are_counted_without_graphs(kernels: Catalog, config: Path, monkeypatch: Any) -> None:
+    model = build_model(load_config(config), "cpu", "float32")
+    with torch.no_grad(), patched(model, catalog=kernels, graphs=False) as handle, monkeypatch.context() as changed:
+        graphs: Any = InGraphs(lambda: model(torch.arange(8)[None]))
+        changed.setattr(handle, "_forwards", graphs)
+        counted = kernels_of(handle, graphs)
+        assert (counted["rms_norm"], counted["swiglu"]) == (2, 2)
+        assert not graphs.is_left_out()
 
 
 def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, home: Path) -> None:

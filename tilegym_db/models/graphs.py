@@ -139,8 +139,9 @@ def state_of(
 ) -> tuple[list[Any], list[Any]]:
     """Return tensors and settings of modules, for comparison with a later state. No module is held.
 
-    They are places of weights and buffers, classes of modules and their forwards, and plain attributes of modules and configs:
-    numbers, names, flags and functions, such as the adapter in use. With ``attributes``, tensors that are plain attributes too.
+    They are places of weights and buffers, classes of modules (before patches, since a call site that leaves the model served
+    none of its calls) and their forwards, and plain attributes of modules and configs: numbers, names, flags and functions, such
+    as the adapter in use. With ``attributes``, tensors that are plain attributes too.
     """
     kinds = (*_CODE, torch.Tensor) if attributes else _CODE
     tensors, settings = list[Any](), list[Any]()
@@ -152,7 +153,8 @@ def state_of(
                     tensors += one.data_ptr(), one.dtype, one.shape, one.stride()
                 elif one is not None:
                     tensors += place_of(one)
-        settings += type(module), type(module).forward
+        original = class_before_patches(module)
+        settings += original, original.forward
         _add_settings(vars(module), settings, kinds)
     for config in configs:
         _add_settings(vars(config), settings, kinds)
@@ -218,7 +220,7 @@ def state_or_reason(model: torch.nn.Module, kind: str, *, attributes: bool = Fal
     now = next((parameter.device.type for parameter in model.parameters()), "")
     if now != kind:
         return None, f"the model has moved from {kind} to {now}"
-    below = [vars(cls).get("forward") for cls in type(model).__mro__]  # that of a patched class calls the one below
+    below = [vars(cls).get("forward") for cls in class_before_patches(model).__mro__]  # each may call the one below
     return (state_of(modules, _configs_of(modules), attributes=attributes), below), ""
 
 

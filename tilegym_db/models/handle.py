@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,17 @@ class Handle:
             self._forwards = ForwardGraphs(model, replayed=self._replays)
             self._forwards.install()
             self._changed.append((model, self._forwards.ours))
+
+    @contextlib.contextmanager
+    def as_in_graphs(self) -> Iterator[None]:
+        """Run forwards that the caller makes without graphs, but with the kernels that a graph repeats, so that calls count."""
+        forwards = self._forwards
+        with contextlib.ExitStack() as stack:
+            if forwards is not None:
+                before, forwards.is_left_out = forwards.is_left_out, lambda: True
+                stack.callback(setattr, forwards, "is_left_out", before)
+                stack.enter_context(self._replays())
+            yield
 
     @property
     def _replays(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
