@@ -100,6 +100,22 @@ def test_cases_without_memory_for_all_are_evaluated_one_by_one(definition: Any, 
     assert all(make_oracle_cases(definition, cases_of(definition), "cpu"))
 
 
+def test_an_oracle_without_memory_is_tried_once_more(definition: Any, monkeypatch: Any) -> None:
+    case, make = cases_of(definition, 1)[0], expected.make_oracle_case
+    failures = [torch.OutOfMemoryError()]
+
+    def short_of_memory(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return make(*arguments)
+
+    monkeypatch.setattr(expected, "make_oracle_case", short_of_memory)
+    assert ExpectedCache(definition, "cpu").once(case) is not None
+    failures += [torch.OutOfMemoryError()] * 2
+    with pytest.raises(torch.OutOfMemoryError):
+        ExpectedCache(definition, "cpu").once(case)
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_slow_oracles_of_a_workload_are_evaluated_together(definition: Any, monkeypatch: Any, slow: bool) -> None:
     monkeypatch.setattr(expected, "SLOW_ORACLE_S", 0.0 if slow else 60.0)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -565,8 +565,14 @@ class ExpectedCache:
         return found
 
     def once(self, case: Case) -> OracleCase | None:
-        """Return the case with its oracle without caching it; see :meth:`get`."""
+        """Return the case with its oracle without caching it; see :meth:`get`.
+
+        An oracle that lacks memory is tried again once PyTorch has given back what it keeps in pieces.
+        """
         with self._phases(MAKE_ORACLE, self._definition.name):
+            with suppress(torch.OutOfMemoryError):
+                return make_oracle_case(self._definition, case, self.device, self._blobs)
+            give_back_memory(self.device)
             return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def inputs_of(self, case: Case) -> Mapping[str, Any]:
