@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +104,21 @@ def test_small_outputs_of_large_inputs_are_not_computed_again() -> None:
     (expected,) = contents.fresh(0, 1)
     assert not expected.inputs
     assert expected.with_tensors().outputs["out"] is expected.outputs["out"]
+
+
+@pytest.mark.parametrize(("kept_bytes", "at_once"), [(0, 1), (1 << 30, 2)])
+def test_solutions_with_large_contents_are_verified_in_turn(kept_bytes: int, at_once: int) -> None:
+    contents, both = grouped_gemm(seed=7), threading.Barrier(2, timeout=0.2)
+    contents.kept_bytes = kept_bytes
+
+    def verify() -> bool:
+        with contents.turn(), suppress(threading.BrokenBarrierError):
+            both.wait()
+            return True
+        return False
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda _: verify(), range(2))] == [at_once == 2] * 2
 
 
 def test_large_contents_are_not_drawn_ahead() -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,9 @@ def make_oracle_case(
     return _checked(definition, case, inputs, written, truth)
 
 
+CANCELS = 0.999
+"""Share of the sum of magnitudes below which terms of both signs are in a result."""
+
 _stacking = threading.Lock()
 """Held while oracles are evaluated together, which may take half of the free memory."""
 
@@ -229,7 +232,9 @@ def _checked(
     biased = shows_bias(case.distribution) and not case.spread_as  # equal ids share the rounding of a factor
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own, shows_bias=biased)
     verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
-    if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
+    if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(
+        definition, case, inputs, written, truth
+    ):
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
     return OracleCase(case, inputs, truth, e_base, exact, conditioned)
@@ -375,11 +380,14 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
     return None
 
 
-def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
+def _may_overflow(
+    definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any], truth: Mapping[str, Any]
+) -> bool:
     """Return True if another order of operations may overflow, for contents near the end of a dtype's range.
 
     A reference that is its own oracle shows an overflow in its result. For other references, the check repeats the call with
-    all terms of one sign: a sum that stays in range then does so in any order.
+    all terms of one sign: a sum that stays in range then does so in any order. Of a result beyond the range, terms of both signs
+    may leave NaN in another order, as parts of the sum are infinities that cancel.
     """
     if not may_overflow(case.distribution) or not all(map(_is_finite, inputs.values())):
         return False
@@ -387,9 +395,14 @@ def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any],
         return not all(map(_is_finite, written.values()))
     of_one_sign = {name: value.abs() if _has_signs(value) else value for name, value in inputs.items()}
     sums = as_written(definition, of_one_sign)
-    return any(
-        bool((value.isfinite() & ~sums[name].isfinite()).any()) for name, value in written.items() if _has_signs(value)
-    )
+    signed = [name for name, value in written.items() if _has_signs(value)]
+    if any(bool((written[name].isfinite() & ~sums[name].isfinite()).any()) for name in signed):
+        return True
+    beyond = {name: truth[name].isfinite() & ~written[name].isfinite() for name in signed}
+    if not any(bool(elements.any()) for elements in beyond.values()):
+        return False
+    terms = oracle(definition, of_one_sign)
+    return any(bool((truth[name].abs() < CANCELS * terms[name])[beyond[name]].any()) for name in signed)
 
 
 def _has_signs(value: Any) -> bool:
@@ -576,8 +589,10 @@ class ExpectedCache:
             return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def inputs_of(self, case: Case) -> Mapping[str, Any]:
-        """Draw the inputs of a case, without its oracle."""
-        return tied(case, draw_inputs(self._definition, case, self.device, blobs=self._blobs))
+        """Draw the inputs of a case again, without its oracle; large ones leave no memory in pieces behind."""
+        inputs = tied(case, draw_inputs(self._definition, case, self.device, blobs=self._blobs))
+        give_back_memory(self.device)
+        return inputs
 
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
@@ -613,6 +628,7 @@ class WorkloadContents:
     """Contents with larger inputs or outputs are kept without them, unless a call overwrites inputs and timing restores them."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
+    _turn: threading.Lock = field(default_factory=threading.Lock)
     _seconds: float = 0.0
     _drawn: int = 0
     """How many contents all attempts drew, in ``_seconds``."""
@@ -725,6 +741,12 @@ class WorkloadContents:
             del drawn
             give_back_memory(self.cache.device)  # an oracle takes many times the memory of the inputs
         return found
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other Solution is verified with large contents, since each has the inputs three times in memory."""
+        with self._turn if self._is_large else nullcontext():
+            yield
 
     @property
     def _has_large_outputs(self) -> bool:

@@ -79,7 +79,7 @@ def check_own_shape(
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
     case = contents.sets[0].case
-    with handle.phases(OWN_SHAPE, handle.solution.name), handle.memory_for(case) as buffers:
+    with contents.turn(), handle.phases(OWN_SHAPE, handle.solution.name), handle.memory_for(case) as buffers:
         failure = handle.attach(buffers, case)
         for number, expected in enumerate(contents.verified):
             if failure is not None:
@@ -97,7 +97,8 @@ def check_own_shape(
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
     if failure is None:
-        same = handle.check_slices(contents.sets[0].with_tensors(), outputs[0])
+        with contents.turn():
+            same = handle.check_slices(contents.sets[0].with_tensors(), outputs[0])
         if isinstance(same, Failure):
             return same
         verdict.slices = same
