@@ -135,7 +135,7 @@ def test_large_fresh_contents_are_judged_like_others() -> None:
     pool = BufferPool(contents.definition, contents.sets, "cpu", 0)
     with closing(pool):
         pool.fill_with(fresh)
-        assert torch.equal(pool.buffers.tensor(1, "x"), fresh[1].with_tensors().inputs["x"])
+        assert torch.equal(pool.buffers.tensor(1, "x"), fresh[1].with_inputs().inputs["x"])
     runner: Any = SimpleNamespace(
         definition=contents.definition, solution=CATALOG.solution("moe_grouped_gemm_stock"), verification=None
     )

@@ -287,7 +287,7 @@ class BufferPool:
     def fill_with(self, contents: Iterable[OracleCase]) -> None:
         """Fill the slots with the given contents, and the outputs with random garbage; return when the data has arrived."""
         for slot, expected in enumerate(contents):
-            fill_slot(self.buffers, slot, self.definition, expected.with_tensors(), None)
+            fill_slot(self.buffers, slot, self.definition, expected.with_inputs(), None)
         self.buffers.settle()
 
     def prepare(self, slots: Iterable[int], *, poison: bool, byte: int | None = None) -> None:

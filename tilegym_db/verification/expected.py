@@ -68,33 +68,30 @@ class OracleCase:
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
-    again: Callable[[], tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]] | None = field(
-        default=None, compare=False
-    )
-    """Makes inputs and outputs again, if large ones are not kept; see :meth:`without_tensors`."""
+    draw: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
+    """Draws large inputs again, which are not kept; see :meth:`without_tensors`."""
+    evaluate: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] | None = field(default=None, compare=False)
+    """Computes large outputs again from the inputs."""
     uncertainties: Uncertainties = field(default_factory=Uncertainties, init=False, compare=False)
     """Of its elements, as far as a comparison has asked for them."""
 
     def without_tensors(
-        self, draw: Callable[[], Mapping[str, Any]], evaluate: Callable[[Any], Any] | None
+        self,
+        draw: Callable[[], Mapping[str, Any]],
+        evaluate: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] | None,
     ) -> OracleCase:
         """Return the case without the memory of its inputs, and of its outputs if ``evaluate`` computes them again."""
-        outputs = self.outputs
+        outputs = self.outputs if evaluate is None else {}
+        return replace(self, inputs={}, outputs=outputs, draw=draw, evaluate=evaluate)
 
-        def again() -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-            inputs = draw()
-            return inputs, outputs if evaluate is None else evaluate(inputs)
-
-        if evaluate is not None:
-            outputs = {}
-        return replace(self, inputs={}, outputs=outputs, again=again)
+    def with_inputs(self) -> OracleCase:
+        """Return the case with its inputs: this one if it has them, else one that is gone after its use."""
+        return self if self.draw is None else replace(self, inputs=self.draw(), draw=None)
 
     def with_tensors(self) -> OracleCase:
         """Return the case with its inputs and outputs: this one if it has them, else one that is gone after its use."""
-        if self.again is None:
-            return self
-        inputs, outputs = self.again()
-        return replace(self, inputs=inputs, outputs=outputs, again=None)
+        found = self.with_inputs()
+        return found if self.evaluate is None else replace(found, outputs=self.evaluate(found.inputs), evaluate=None)
 
 
 @contextmanager
@@ -591,7 +588,8 @@ class ExpectedCache:
     def inputs_of(self, case: Case) -> Mapping[str, Any]:
         """Draw the inputs of a case again, without its oracle; large ones leave no memory in pieces behind."""
         inputs = tied(case, draw_inputs(self._definition, case, self.device, blobs=self._blobs))
-        give_back_memory(self.device)
+        if self.device != CPU:
+            torch.cuda.empty_cache()
         return inputs
 
     def clear(self) -> None:
