@@ -10,9 +10,23 @@ from tilegym_db.records import Definition
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.gates import check_output
 from tilegym_db.verification.inputs import draw_inputs
-from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced
+from tilegym_db.verification.oracle import (
+    ORACLE_BYTES,
+    as_written,
+    largest_inside,
+    oracle,
+    run_lifted,
+    run_reference,
+    sliced,
+)
 
 SLICED = [name for name, record in CATALOG.definitions.items() if record.independent_axes]
+GROUPED = [
+    name
+    for name, record in CATALOG.definitions.items()
+    if record.serving is not None and any({*group} - {*record.independent_axes} for group in record.serving.independent)
+]
+PART_BY_HEAD = ["attention_prefill", "attention_sink_prefill", "mla_prefill", "attention_masked_prefill"]
 TINY_BYTES = 1_000
 
 
@@ -113,3 +127,67 @@ def test_an_axis_inside_an_expression_is_never_cut(operator):
     definition = operator(body, inputs=packed, independent_axes=["N"], cost=None, self_test=None)
     x = torch.arange(24.0).reshape(2, 12)
     assert torch.equal(oracle(definition, {"x": x}, budget_bytes=1)["out"], x[:, :6].double())
+
+
+def in_parts(definition: Definition, inputs: dict[str, Any], **budgets: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the outputs, and the number of evaluations."""
+    evaluations = 0
+
+    def counted(record: Definition, part: Any) -> dict[str, torch.Tensor]:
+        nonlocal evaluations
+        evaluations += 1
+        return (run_reference if record.oracle == "as_written" else run_lifted)(record, part)
+
+    return sliced(definition, inputs, counted, **{"budget_bytes": ORACLE_BYTES, **budgets}), evaluations
+
+
+@pytest.mark.records("name")
+@pytest.mark.parametrize("name", GROUPED)
+def test_shipped_axes_that_grow_together_are_independent(name):
+    definition = CATALOG.definition(name)
+    for inputs in tiny_inputs(definition, "normal"):
+        whole, (parts, _) = oracle(definition, inputs), in_parts(definition, inputs, part_bytes=TINY_BYTES)
+        for output, value in whole.items():
+            assert parts[output].dtype == value.dtype
+            torch.testing.assert_close(parts[output].double(), value.double(), rtol=1e-12, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", PART_BY_HEAD)
+def test_attention_head_by_head_has_the_bits_of_the_whole(name):
+    """With a key head for each query head, since the sums of a product depend on its number of rows."""
+    definition = CATALOG.definition(name)
+    for inputs in tiny_inputs(definition, "normal"):
+        heads = inputs["q"].shape[1]
+        inputs |= {key: inputs[key].repeat_interleave(heads // inputs[key].shape[1], dim=1) for key in ("k", "v")}
+        whole, (parts, evaluations) = oracle(definition, inputs), in_parts(definition, inputs, part_bytes=TINY_BYTES)
+        assert evaluations == inputs["q"].shape[0] * heads
+        assert all(torch.equal(parts[output], value) for output, value in whole.items())
+        written = sliced(definition, inputs, run_reference, budget_bytes=ORACLE_BYTES, part_bytes=TINY_BYTES)
+        assert all(torch.equal(written[output], value) for output, value in as_written(definition, inputs).items())
+
+
+def test_attention_within_the_bytes_of_its_scores_is_whole():
+    definition = CATALOG.definition("attention_sink_prefill")
+    q, k, v = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
+    inputs = {"q": q, "k": k, "v": v, "sinks": torch.randn(4), "window": 9, "scale": 0.3}
+    with_sink = 2 * 64 * 65
+    assert largest_inside(definition, inputs) == with_sink
+    assert in_parts(definition, inputs, part_bytes=32 * with_sink)[1] == 1
+    assert in_parts(definition, inputs, part_bytes=32 * with_sink - 1)[1] == 4
+
+
+def test_scores_of_a_long_prompt_are_seen_without_their_memory():
+    definition, shape = CATALOG.definition("attention_sink_prefill"), (1, 8, 32768, 64)
+    k = torch.empty(shape, device="meta")
+    inputs = {"q": k.repeat(1, 8, 1, 1), "k": k, "v": k, "sinks": k[0, 0, :64, 0], "window": 128, "scale": 0.1}
+    assert largest_inside(definition, inputs) == 8 * 32768 * 32769
+
+
+@pytest.mark.parametrize(("body", "evaluations"), [("return x * weight * factor", 8), ("return x - x.sum(0)", 1)])
+def test_group_that_is_stated_wrongly_is_evaluated_whole(operator, body, evaluations):
+    serving = {"part": "norm", "code": [], "independent": [["M"]]}
+    definition = operator(body, serving=serving, self_test=None)
+    inputs = {"x": torch.randn(8, 16), "weight": torch.randn(16), "factor": 2.0}
+    found, times = in_parts(definition, inputs, part_bytes=1)
+    assert torch.equal(found["out"], oracle(definition, inputs)["out"])
+    assert times == evaluations

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tilegym_db.errors import RecordError, StoreError, is_out_of_memory
 from tilegym_db.records import Definition, Workload
@@ -44,6 +42,7 @@ from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise,
 from tilegym_db.verification.large import LargeCase
 from tilegym_db.verification.oracle import (
     LIFTED_DTYPES,
+    Effort,
     as_written,
     at_indices,
     in_fp64,
@@ -294,26 +293,6 @@ MAX_PROBED_ELEMENTS_ON_CPU, MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 24, 1 <
 """Maximum elements of a tensor inside a reference, such as the scores of all pairs of positions, and maximum steps."""
 
 
-class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The number of operations of a reference, and the elements of the largest tensor that one gives."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: see :class:`tilegym_db.verification.oracle.Lifted`."""
-        return False
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.steps = self.elements = 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [value.numel() for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
-        self.steps += 1
-        self.elements = max(self.elements, *sizes, 0)
-        return found
-
-
 def is_affordable(definition: Definition, case: Case, device: str, *, unknown: bool = False) -> bool:
     """Return True if a reference can be evaluated at a large case without slicing it.
 
@@ -331,7 +310,7 @@ def is_affordable(definition: Definition, case: Case, device: str, *, unknown: b
         try:
             small = replace(case, call=replace(case.call, axes=definition.bind_axes(sizes)))
             inputs = draw_inputs(definition, small, device)
-            with _Effort() as effort:
+            with Effort() as effort:
                 as_written(definition, inputs)
         except RecordError:
             return unknown

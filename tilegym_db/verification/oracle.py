@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.expressions import function_parameters
+from tilegym_db.records.expressions import function_parameters, names_in
 
 # ---- slicing --------------------------------------------------------------------------------------
 # Evaluates a reference slice by slice along independent axes.
 
 ORACLE_BYTES = 4 << 30
 """Default memory of one evaluation in bytes, for fp64 inputs, outputs and intermediate results."""
+
+PART_BYTES = 16 << 30
+"""Memory of a reference's largest intermediate result and three of its size in fp64, above which a call is evaluated in parts.
+
+A reference that loops over heads holds the scores of a key head's queries: 64 GiB at 32,768 positions and eight query heads.
+"""
 
 _BYTES_PER_ELEMENT = 8 * 4
 """Bytes per element in fp64, including three intermediate results of the same size."""
@@ -31,32 +40,192 @@ Outputs = dict[str, torch.Tensor]
 
 
 def sliced(
-    definition: Definition, inputs: Inputs, run: Callable[[Definition, Inputs], Outputs], *, budget_bytes: int
+    definition: Definition,
+    inputs: Inputs,
+    run: Callable[[Definition, Inputs], Outputs],
+    *,
+    budget_bytes: int,
+    part_bytes: int = PART_BYTES,
 ) -> Outputs:
     """Return every output of ``run``; inputs are halved along independent axes until each part fits the budget.
 
     The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
     The axis of ``independent_axes`` with the most elements is halved. If no axis can be halved, the whole is evaluated.
+
+    A part whose intermediate results take more than ``part_bytes`` is halved further, also along axes that grow together, such
+    as query heads and key heads; see :func:`_is_independent`.
     """
-    sizes = _axis_sizes(definition, inputs)
-    if _estimate(definition, inputs, sizes) <= budget_bytes:
-        return run(definition, inputs)
-    axis = max(
-        (name for name in definition.divisible_axes if sizes.get(name, 0) > 1),
-        key=lambda name: _elements_along(definition, inputs, name),
-        default=None,
-    )
-    if axis is None:
-        return run(definition, inputs)
-    half = sizes[axis] // 2
-    parts = [
-        sliced(definition, _part(definition, inputs, axis, start, length), run, budget_bytes=budget_bytes)
-        for start, length in ((0, half), (half, sizes[axis] - half))
-    ]
-    return {
-        name: torch.cat([part[name] for part in parts], dim=_dimension(spec.shape, axis))
-        for name, spec in definition.outputs.items()
+    return _Slicing(definition, run, budget_bytes, part_bytes).evaluate(inputs)
+
+
+@dataclass
+class _Slicing:
+    """An evaluation in parts."""
+
+    definition: Definition
+    run: Callable[[Definition, Inputs], Outputs]
+    budget_bytes: int
+    part_bytes: int
+    probed: dict[tuple[str, ...], bool] = field(default_factory=dict)
+    """Axes that grow together -> True if a small call gives the same results in parts."""
+
+    def evaluate(self, inputs: Inputs) -> Outputs:
+        sizes = _axis_sizes(self.definition, inputs)
+        axes = self._halved(inputs, sizes)
+        if not axes:
+            return self.run(self.definition, inputs)
+        parts = [
+            self.evaluate(_part(self.definition, inputs, ranges))
+            for ranges in _halves({axis: sizes[axis] for axis in axes})
+        ]
+        return _put_together(self.definition, parts, axes)
+
+    def _halved(self, inputs: Inputs, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the axes to halve together; empty for a part that is evaluated as it is."""
+        definition = self.definition
+        axis = max(
+            (name for name in definition.divisible_axes if sizes.get(name, 0) > 1),
+            key=lambda name: _elements_along(definition, inputs, name),
+            default=None,
+        )
+        if axis is not None and _estimate(definition, inputs, sizes) > self.budget_bytes:
+            return (axis,)
+        groups = [together for group in _groups(definition) if (together := _divisible(definition, group, sizes))]
+        if (axis is None and not groups) or not _exceeds(definition, inputs, sizes, self.part_bytes):
+            return ()
+        if axis is not None:
+            return (axis,)
+        return next((together for together in groups if self._may_halve(inputs, together, sizes)), ())
+
+    def _may_halve(self, inputs: Inputs, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+        if axes not in self.probed:
+            self.probed[axes] = _is_independent(self.definition, inputs, axes, sizes)
+        return self.probed[axes]
+
+
+def _put_together(definition: Definition, parts: Sequence[Outputs], axes: Sequence[str]) -> Outputs:
+    """Return the outputs of a call that was evaluated in parts along axes; each output has one of these."""
+    along = {
+        name: next(axis for axis in axes if axis in (spec.shape or ())) for name, spec in definition.outputs.items()
     }
+    return {
+        name: torch.cat([part[name] for part in parts], dim=_dimension(definition.outputs[name].shape, axis))
+        for name, axis in along.items()
+    }
+
+
+def _halves(sizes: Mapping[str, int]) -> list[dict[str, tuple[int, int]]]:
+    """Return where each axis begins, and its length, in both halves; sizes are multiples of the smallest."""
+    smallest = min(sizes.values())
+    half = smallest // 2
+    return [
+        {axis: (start * (size // smallest), length * (size // smallest)) for axis, size in sizes.items()}
+        for start, length in ((0, half), (half, smallest - half))
+    ]
+
+
+def _groups(definition: Definition) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of axes of which more is more of the same, if they may be probed: whole numbers may be ids or lengths."""
+    plain = {"float32", "float16", "bfloat16", "bool"}
+    dtypes = {definition.inputs[name].dtype for name in definition.tensor_inputs}
+    if definition.serving is None or not all({*definition.dtypes.get(dtype, (dtype,))} <= plain for dtype in dtypes):
+        return ()
+    return definition.serving.independent
+
+
+def _divisible(definition: Definition, group: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of a group that can be halved together; empty if there are none.
+
+    Heads of queries that follow each other share a head of keys. If one axis has a single index, the others are halved alone.
+    """
+    axes = tuple(axis for axis in group if sizes.get(axis, 0) > 1)
+    smallest = min((sizes[axis] for axis in axes), default=0)
+    if not axes or any(sizes[axis] % smallest or not _is_plain(definition, axis) for axis in axes):
+        return ()
+    shapes = [spec.shape or () for spec in definition.outputs.values()]
+    return axes if all(sum(axis in shape for axis in axes) == 1 for shape in shapes) else ()
+
+
+def _is_plain(definition: Definition, axis: str) -> bool:
+    """Return True if an axis can be narrowed: it is no scalar, and occurs only alone and once per tensor."""
+    shapes = [spec.shape for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
+    entries = [entry for shape in shapes for entry in shape if isinstance(entry, str) and entry != axis]
+    return (
+        axis not in definition.size_scalars.values()
+        and all(shape.count(axis) <= 1 for shape in shapes)
+        and not any(axis in names_in(entry)[0] for entry in entries)
+    )
+
+
+PROBED_LENGTH = 16
+
+
+def _is_independent(definition: Definition, inputs: Inputs, axes: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    """Return True if halves along axes give the same results as the whole, for the first indices of every other axis."""
+    others = [axis for axis in definition.var_axes if axis not in axes and _is_plain(definition, axis)]
+    few = _part(definition, inputs, {axis: (0, min(sizes[axis], PROBED_LENGTH)) for axis in others if axis in sizes})
+    run = run_reference if definition.oracle == "as_written" else run_lifted
+    try:
+        whole = run(definition, few)
+        halves = [
+            run(definition, _part(definition, few, part)) for part in _halves({axis: sizes[axis] for axis in axes})
+        ]
+    except RecordError:
+        return False
+    found = _put_together(definition, halves, axes)
+    return all(
+        found[name].shape == value.shape
+        and torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-12, equal_nan=True)
+        for name, value in whole.items()
+    )
+
+
+def _exceeds(definition: Definition, inputs: Inputs, sizes: Mapping[str, int], max_bytes: int) -> bool:
+    """Return True if the largest result inside the reference, and three of its size, take more bytes in fp64."""
+    largest = max((inputs[name].numel() for name in definition.tensor_inputs), default=0)
+    if largest * max(sizes.values(), default=1) * _BYTES_PER_ELEMENT <= max_bytes:
+        return False  # pairs of positions, or one row for each id
+    return largest_inside(definition, inputs) * _BYTES_PER_ELEMENT > max_bytes
+
+
+MAX_SHAPED_STEPS = 512
+
+
+def largest_inside(definition: Definition, inputs: Inputs) -> int:
+    """Return the elements of the largest tensor that an operation of the reference gives, computing nothing but shapes.
+
+    Of a reference that reads contents, or has many steps, only the first steps are known.
+    """
+    shapes = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    effort = Effort(MAX_SHAPED_STEPS)
+    with suppress(RecordError), effort:
+        run_reference(definition, shapes)
+    return effort.elements
+
+
+class Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The number of operations of a reference, and the elements of the largest tensor that one gives."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: see :class:`Lifted`."""
+        return False
+
+    def __init__(self, max_steps: float = math.inf) -> None:
+        """Create the mode; more operations than ``max_steps`` raise ``RuntimeError``."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps = self.elements = 1
+        self._max_steps = max_steps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count it."""
+        if self.steps > self._max_steps:
+            raise RuntimeError(f"more than {self._max_steps} operations")
+        found = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+        self.steps += 1
+        self.elements = max(self.elements, *sizes, 0)
+        return found
 
 
 def _axis_sizes(definition: Definition, inputs: Inputs) -> dict[str, int]:
@@ -92,11 +261,13 @@ def _elements_along(definition: Definition, inputs: Inputs, axis: str) -> int:
     )
 
 
-def _part(definition: Definition, inputs: Inputs, axis: str, start: int, length: int) -> dict[str, Any]:
+def _part(definition: Definition, inputs: Inputs, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return the inputs at a range of each axis, given by its start and length."""
     part = dict(inputs)
     for name, spec in definition.inputs.items():
-        if axis in (spec.shape or ()):  # a reference may require contiguous inputs
-            part[name] = inputs[name].narrow(_dimension(spec.shape, axis), start, length).contiguous()
+        for axis, (start, length) in ranges.items():
+            if axis in (spec.shape or ()):  # a reference may require contiguous inputs
+                part[name] = part[name].narrow(_dimension(spec.shape, axis), start, length).contiguous()
     return part
 
 
