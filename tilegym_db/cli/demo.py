@@ -319,7 +319,7 @@ HIDDEN = 2048
 
 def add_demo_kernel(catalog: Path, tokens: int) -> None:
     """Add the CPU kernel and the sizes of the demo's model to the demo's catalog."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.files import write_atomically
     from tilegym_db.records import Workload
 
@@ -337,7 +337,7 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
             }
         )
     ]
-    Catalog.default().add_workloads(sizes, root=catalog)
+    writers.add_workloads(Catalog.default(), sizes, root=catalog)
 
 
 def publish_here(machine: Machine, folder: Path) -> None:

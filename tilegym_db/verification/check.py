@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError, check_kind
 from tilegym_db.files import read_bytes
@@ -89,7 +89,10 @@ def catalog_findings(
     from tilegym_db.verification.inputs import blob_problems
     from tilegym_db.verification.self_test import tiny_workloads
 
-    findings = [*catalog.lock_findings(), *dict.fromkeys(broken.reason for broken in catalog.broken(tuple(names)))]
+    findings = [
+        *writers.lock_findings(catalog),
+        *dict.fromkeys(broken.reason for broken in catalog.broken(tuple(names))),
+    ]
     broken = {name for paths in (catalog.definition_paths, catalog.solution_paths) for name in paths} - {
         *catalog.definitions,
         *catalog.solutions,
