@@ -16,7 +16,7 @@ from tilegym_db.loop.fit import fit
 from tilegym_db.measurement.plan import names_of
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.scaffold.solution_draft import function_source
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 WRONG: dict[str, tuple[Callable[[Catalog], object], str, str]] = {
     "definition": (lambda catalog: catalog.definition(5), "argument_type", "not int"),  # type: ignore[arg-type]

@@ -157,8 +157,8 @@ def model_run(place: Place, key: str) -> None:
 
 
 def ingest(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest as bring_in
+    from tilegym_db.store.opening import open_store
 
     journal(place, key)
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -166,7 +166,7 @@ def ingest(place: Place, key: str) -> None:
 
 
 def publish(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish as write_out
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -195,7 +195,7 @@ def export(place: Place, key: str) -> None:
 
 
 def sync(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.sharing import SharedDataSet, sync_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -203,8 +203,8 @@ def sync(place: Place, key: str) -> None:
 
 
 def share(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest as bring_in
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.sharing import SharedDataSet, share_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:

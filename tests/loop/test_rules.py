@@ -20,9 +20,9 @@ from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.patterns import pattern_findings, read_patterns
 from tilegym_db.store.queries.loop import award_rows
 from tilegym_db.store.side_files import journaled

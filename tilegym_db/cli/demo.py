@@ -80,7 +80,7 @@ def own_home() -> Path:
 
 def ask_shipped() -> int:
     """Query the shipped measurements of an H200 (step 1)."""
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     step(
         "1. ask the database",
@@ -342,7 +342,7 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
 
 def publish_here(machine: Machine, folder: Path) -> None:
     """Publish the verified kernels for the resolver of this demo."""
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish
 
     published = folder / "published"

@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import RecordError
 from tilegym_db.records import TILE_LANGUAGES, Definition, axes_key
 from tilegym_db.records.roofline import share_of_stated_light
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.patterns import pattern_findings
 from tilegym_db.store.queries.loop import timed_passes, traced_digests
 

@@ -45,8 +45,8 @@ from tilegym_db.scaffold.model_calls import (
     questions,
     same_widths,
 )
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import done_keys
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from tilegym_db.scaffold.definition_draft import (
     read_definition_file,
 )
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import count_traces_of
 
 Sources = Mapping[str, bytes]

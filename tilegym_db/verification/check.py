@@ -19,7 +19,7 @@ from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 from tilegym_db.scaffold.definition_draft import RECORD_FILE, WORKLOADS_FILE, open_places, read_definition_file
 from tilegym_db.scaffold.solution_draft import unfinished
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.patterns import pattern_findings
 
 Remark = Callable[[str], None]
