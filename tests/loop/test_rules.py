@@ -23,9 +23,9 @@ from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.opening import open_store
-from tilegym_db.store.patterns import pattern_findings, read_patterns
 from tilegym_db.store.queries.loop import award_rows
-from tilegym_db.store.side_files import journaled
+from tilegym_db.store.side_files import journaled, read_patterns
+from tilegym_db.verification.check import pattern_findings
 
 MakeTrace = Callable[..., Trace]
 
