@@ -34,8 +34,9 @@ from rich.table import Table
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Config, Definition, Solution, Workload
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import best_rows, find_traces, promotable
 from tilegym_db.store.queries.publishing import publishable_rows
 

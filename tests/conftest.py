@@ -300,13 +300,15 @@ def row_scale(
     workload_record: Callable[..., dict[str, Any]],
 ) -> Path:
     """Fill the empty checkout with the small operator: definition, stock solution, one workload, and the lock."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records import Definition, Solution, Workload
 
-    Catalog.default().add_definition(Definition.from_dict(definition_record()))
+    writers.add_definition(Catalog.default(), Definition.from_dict(definition_record()))
     spec = {"provides": "stock", "role": "baseline"}
-    Catalog.default().add_solution(Solution.from_dict(solution_record(spec=spec)), {"kernel.py": KERNEL.encode()})
-    Catalog.default().add_workloads([Workload.from_dict(workload_record())])
+    writers.add_solution(
+        Catalog.default(), Solution.from_dict(solution_record(spec=spec)), {"kernel.py": KERNEL.encode()}
+    )
+    writers.add_workloads(Catalog.default(), [Workload.from_dict(workload_record())])
     return checkout
 
 

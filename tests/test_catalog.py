@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError
 from tilegym_db.files import write_atomically
 from tilegym_db.paths import shipped_root
@@ -115,45 +115,47 @@ def test_the_digest_follows_the_bytes_of_the_sources(row_scale: Path):
 
 
 def test_the_lock_finds_a_changed_meaning_under_an_old_version(row_scale: Path, definition_record: Record):
-    assert Catalog.default().lock_findings() == []
+    assert writers.lock_findings(Catalog.default()) == []
     changed = Definition.from_dict(definition_record(constraints=["N >= 2"]))
     (row_scale / DEFINITION_FILE).write_text(changed.to_json())
-    (finding,) = Catalog.default().lock_findings()
+    (finding,) = writers.lock_findings(Catalog.default())
     assert finding.startswith(f"{row_scale / DEFINITION_FILE}: ")
     assert "1.0.0" in finding
-    assert Catalog.default().update_lock(row_scale) == []
-    assert Catalog.default().lock_findings() == [finding]
+    assert writers.update_lock(Catalog.default(), row_scale) == []
+    assert writers.lock_findings(Catalog.default()) == [finding]
 
 
 def test_the_lock_finds_and_takes_a_new_version(row_scale: Path, definition_record: Record):
     newer = Definition.from_dict(definition_record(version="1.1.0", constraints=["N >= 2"]))
     (row_scale / DEFINITION_FILE).write_text(newer.to_json())
-    (finding,) = Catalog.default().lock_findings()
+    (finding,) = writers.lock_findings(Catalog.default())
     assert "1.1.0" in finding
     assert "definitions.lock.json" in finding
-    assert Catalog.default().update_lock(row_scale) == ["row_scale 1.1.0"]
-    assert Catalog.default().lock_findings() == []
+    assert writers.update_lock(Catalog.default(), row_scale) == ["row_scale 1.1.0"]
+    assert writers.lock_findings(Catalog.default()) == []
     lock = json.loads((row_scale / "definitions" / "definitions.lock.json").read_text())
     assert list(lock["row_scale"]) == ["1.0.0", "1.1.0"]
 
 
 def test_a_damaged_lock_is_named(row_scale: Path):
     (row_scale / "definitions" / "definitions.lock.json").write_text("{")
-    (finding,) = Catalog.default().lock_findings()
+    (finding,) = writers.lock_findings(Catalog.default())
     assert "definitions.lock.json: " in finding
     with raises(RecordError, "lock_damaged", "definitions.lock.json: "):
-        Catalog.default().update_lock(row_scale)
+        writers.update_lock(Catalog.default(), row_scale)
 
 
 def test_an_older_version_never_replaces_a_newer_one(row_scale: Path, definition_record: Record):
-    Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.10.0", constraints=[])))
+    writers.add_definition(Catalog.default(), Definition.from_dict(definition_record(version="1.10.0", constraints=[])))
     with raises(ConflictError, "version_not_raised", "'version'", "1.10.0"):
-        Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.9.0")))
+        writers.add_definition(Catalog.default(), Definition.from_dict(definition_record(version="1.9.0")))
 
 
 def test_a_new_version_stays_in_its_family(row_scale: Path, definition_record: Record):
     with raises(ConflictError, "op_type_differs", "'elementwise'"):
-        Catalog.default().add_definition(Definition.from_dict(definition_record(version="2.0.0", op_type="norm")))
+        writers.add_definition(
+            Catalog.default(), Definition.from_dict(definition_record(version="2.0.0", op_type="norm"))
+        )
     assert list(Catalog.default().definitions) == ["row_scale"]
 
 
@@ -179,7 +181,7 @@ def test_a_full_disk_adds_no_half_solution(row_scale: Path, monkeypatch: pytest.
     record = Solution.from_dict(solution_record(name="another"))
     monkeypatch.setattr(os, "fsync", full)
     with raises(StoreError, "write_failed", os.strerror(errno.ENOSPC)):
-        Catalog.default().add_solution(record, {"kernel.py": b"def run(x, weight, factor, out): ..."})
+        writers.add_solution(Catalog.default(), record, {"kernel.py": b"def run(x, weight, factor, out): ..."})
     assert sorted(row_scale.rglob("*")) == before
 
 
@@ -198,13 +200,13 @@ def test_python_adds_no_solution_that_the_command_refuses(
     record["spec"] |= changes
     before = sorted(row_scale.rglob("*"))
     with raises(RecordError, code, "another"):
-        Catalog.default().add_solution(Solution.from_dict(record), {"kernel.py": source})
+        writers.add_solution(Catalog.default(), Solution.from_dict(record), {"kernel.py": source})
     assert sorted(row_scale.rglob("*")) == before
 
 
 def test_a_workload_that_exists_is_not_added_again(row_scale: Path, workload_record: Record):
     known, new = workload_record(), workload_record(axes={"M": 9, "N": 9})
-    added = Catalog.default().add_workloads(Workload.from_dict(record) for record in (known, new, new))
+    added = writers.add_workloads(Catalog.default(), (Workload.from_dict(record) for record in (known, new, new)))
     assert [workload.axes["M"] for _, workload in added] == [9]
     assert len((row_scale / WORKLOAD_FILE).read_text().splitlines()) == 2
 
@@ -216,4 +218,4 @@ def test_every_shipped_record_is_valid_and_locked():
     )
     assert all(solution.digest for solution in catalog.solutions.values())
     assert {workload.definition for workload in catalog.all_workloads()} == set(catalog.definitions)
-    assert catalog.lock_findings() == []
+    assert writers.lock_findings(catalog) == []

@@ -16,7 +16,7 @@ from tilegym_db.measurement.plan import BenchReport, Plan
 from tilegym_db.measurement.regress import RegressionReport
 from tilegym_db.measurement.tune.tune import TuneReport
 from tilegym_db.models.report import CallSiteReport, PatchReport
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 LONGEST = 400
 CALL: dict[str, Any] = {

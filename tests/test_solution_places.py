@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
 from tilegym_db.catalog.record_files import FAMILY_NAME, record_paths
 from tilegym_db.errors import ConflictError, RecordError
 from tilegym_db.published.input_files import record_files
@@ -303,7 +303,7 @@ def test_family_name_is_taken_for_a_new_solution(write_family: Write, solution_r
     file = write_family()
     record = Solution.from_dict(solution_record(name="scale", author="another"))
     with raises(ConflictError, "solution_exists", str(file.parent)):
-        Catalog.default().add_solution(record, {"kernel.py": KERNEL.encode()})
+        writers.add_solution(Catalog.default(), record, {"kernel.py": KERNEL.encode()})
 
 
 @pytest.mark.parametrize("left", [None, "__pycache__/kernel.cpython-311.pyc"])

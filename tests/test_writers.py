@@ -16,9 +16,9 @@ from tilegym_db.loop.submit import folder_digest
 from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.records.loop import Attempt
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import count_traces
 from tilegym_db.store.sharing import SharedDataSet
 from tilegym_db.store.side_files import TuningStep, journaled, read_model_run

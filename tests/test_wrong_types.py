@@ -10,22 +10,22 @@ import pytest
 import torch
 from raising import raises
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.errors import QueryError, UsageError
 from tilegym_db.loop.fit import fit
 from tilegym_db.measurement.plan import names_of
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.scaffold.solution_draft import function_source
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 WRONG: dict[str, tuple[Callable[[Catalog], object], str, str]] = {
     "definition": (lambda catalog: catalog.definition(5), "argument_type", "not int"),  # type: ignore[arg-type]
     "solution": (lambda catalog: catalog.solution(["x"]), "argument_type", "not list"),  # type: ignore[arg-type]
     "workloads_for": (lambda catalog: catalog.workloads_for(None), "argument_type", "not NoneType"),  # type: ignore[arg-type]
-    "add_definition": (lambda catalog: catalog.add_definition({}), "argument_type", "not dict"),  # type: ignore[arg-type]
-    "add_solution": (lambda catalog: catalog.add_solution("x", {}), "argument_type", "not str"),  # type: ignore[arg-type]
-    "add_workloads": (lambda catalog: catalog.add_workloads(5), "argument_type", "not int"),  # type: ignore[arg-type]
-    "a workload": (lambda catalog: catalog.add_workloads(["x"]), "argument_type", "not str"),  # type: ignore[list-item]
+    "add_definition": (lambda catalog: writers.add_definition(catalog, {}), "argument_type", "not dict"),  # type: ignore[arg-type]
+    "add_solution": (lambda catalog: writers.add_solution(catalog, "x", {}), "argument_type", "not str"),  # type: ignore[arg-type]
+    "add_workloads": (lambda catalog: writers.add_workloads(catalog, 5), "argument_type", "not int"),  # type: ignore[arg-type]
+    "a workload": (lambda catalog: writers.add_workloads(catalog, ["x"]), "argument_type", "not str"),  # type: ignore[list-item]
     "axes": (lambda catalog: asked(catalog, axes=5), "argument_type", "axes"),
     "dtypes": (lambda catalog: asked(catalog, dtypes="float32"), "argument_type", "dtypes"),
     "gpu": (lambda catalog: asked(catalog, gpu=5), "argument_type", "gpu"),

@@ -61,48 +61,50 @@ class Ending:
 
 
 def add_definition(place: Place, key: str) -> None:
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records import Definition
 
     record = row_scale(place)
-    Catalog.default().add_definition(Definition.from_dict({**record, "name": key}))
+    writers.add_definition(Catalog.default(), Definition.from_dict({**record, "name": key}))
 
 
 def add_version(place: Place, key: str) -> None:
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records import Definition
 
     record = row_scale(place)
     number = int(key.rpartition("_")[2])
     changes = {"version": f"1.{number + 1}.0", "constraints": ["N >= 1", f"M + {number} >= 0"]}
-    Catalog.default().add_definition(Definition.from_dict({**record, **changes}))
+    writers.add_definition(Catalog.default(), Definition.from_dict({**record, **changes}))
 
 
 def add_solution(place: Place, key: str) -> None:
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records import Solution
 
     stock = Catalog.default().solution("row_scale_stock")
     record = {**stock.record.to_dict(), "name": key, "sources": [{"path": "kernel.py"}, {"path": "parts/rows.py"}]}
-    Catalog.default().add_solution(Solution.from_dict(record), {**stock.sources, "parts/rows.py": b"ROWS = 4\n"})
+    writers.add_solution(
+        Catalog.default(), Solution.from_dict(record), {**stock.sources, "parts/rows.py": b"ROWS = 4\n"}
+    )
 
 
 def add_workload(place: Place, key: str) -> None:
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records import Workload
 
     known = Catalog.default().workloads_for("row_scale")[0].to_dict()
     size = 1000 + int(key.rpartition("_")[2])
     record = {**known, "uuid": "", "axes": {"M": size, "N": 8}, "tags": [key]}
-    Catalog.default().add_workloads([Workload.from_dict(record)])
+    writers.add_workloads(Catalog.default(), [Workload.from_dict(record)])
 
 
 def update_lock(place: Place, key: str) -> None:
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
 
     path = place.root / "definitions" / "elementwise" / f"{key}.json"
     path.write_text(json.dumps({**row_scale(place), "name": key}))  # by hand, so that the lock does not know it
-    Catalog.default().update_lock(place.root)
+    writers.update_lock(Catalog.default(), place.root)
 
 
 def journal(place: Place, key: str) -> None:
@@ -155,8 +157,8 @@ def model_run(place: Place, key: str) -> None:
 
 
 def ingest(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest as bring_in
+    from tilegym_db.store.opening import open_store
 
     journal(place, key)
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -164,7 +166,7 @@ def ingest(place: Place, key: str) -> None:
 
 
 def publish(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish as write_out
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -193,7 +195,7 @@ def export(place: Place, key: str) -> None:
 
 
 def sync(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.sharing import SharedDataSet, sync_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -201,8 +203,8 @@ def sync(place: Place, key: str) -> None:
 
 
 def share(place: Place, key: str) -> None:
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest as bring_in
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.sharing import SharedDataSet, share_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.explain import explain
     from tilegym_db.resolver.resolve import resolve
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish
     from tilegym_db.verification.add import add
     from tilegym_db.verification.check import check
@@ -63,7 +63,7 @@ _HOMES = {
     "check": "tilegym_db.verification.check",
     "explain": "tilegym_db.resolver.explain",
     "fit": "tilegym_db.loop.fit",
-    "open_store": "tilegym_db.store.connection",
+    "open_store": "tilegym_db.store.opening",
     "ops": "tilegym_db.ops",
     "patch": "tilegym_db.models",
     "patched": "tilegym_db.models",

@@ -21,7 +21,7 @@ import json, sys
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.resolver.resolve import decide_request, make_request
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import best_rows, leaderboard_rows, tuned_configs
 from tilegym_db.store.queries.publishing import publishable_rows, revoking_rows
 

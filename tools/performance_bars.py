@@ -325,7 +325,7 @@ def model_bars(records: Iterable[str]) -> str:
 
 def main() -> None:
     """Print every shape and every run that has a target."""
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     runs = "SELECT record FROM model_runs ORDER BY gpu, model, layers, batch, prompt_tokens, new_tokens, timestamp"
     with shipped_store():

@@ -272,7 +272,7 @@ def _passes() -> list[Any]:
 
 
 def _rows(query: str, parameters: dict[str, Any]) -> list[Any]:
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     return run_user_query(query, parameters).rows
 

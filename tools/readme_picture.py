@@ -110,7 +110,7 @@ def picture(rows: list[Row]) -> str:
 
 def table() -> str:
     """Return five operators of a Llama at 4096 tokens, as Markdown."""
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     lines = [
         "| operator | shape, bf16 | fastest verified kernel | us | against the model's own code | of the speed of light |"
@@ -130,7 +130,7 @@ def table() -> str:
 def wanted() -> dict[Path, str]:
     """Return file -> the content that it must have."""
     with shipped_store():
-        from tilegym_db.store.connection import run_user_query
+        from tilegym_db.store.opening import run_user_query
 
         drawn = picture(run_user_query(SPEEDUPS).rows)
         page = with_block(README.read_text(), "five operators", table())

@@ -47,7 +47,7 @@ def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:
 
 def doubted_definitions(home: Path) -> set[str]:
     """Return the Definitions of shipped traces that are doubted, by a database that is made without the list."""
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
 
     checked_file().unlink(missing_ok=True)
     with open_store(home, read_only=True) as store:

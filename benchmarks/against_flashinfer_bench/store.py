@@ -158,8 +158,8 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
     from tilegym_db.published.table import read_folder
     from tilegym_db.resolver.decide import decide
     from tilegym_db.resolver.resolve import PointIndex, make_request
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish
 
     catalog = Catalog((folder,))

@@ -18,7 +18,7 @@ def test_progress_is_said_every_few_seconds_until_the_end(capsys):
 
 
 def test_shipped_table_has_each_operator_once_and_sound_columns(home):
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     answer = run_user_query(demo.SHIPPED, {"gpu": demo.REFERENCE_GPU, "names": list(demo.OPERATORS)})
     assert [row[0] for row in answer.rows] == sorted(demo.OPERATORS)

@@ -28,7 +28,7 @@ from tilegym_db.records import Trace
 from tilegym_db.sandbox import worker
 from tilegym_db.sandbox.confine import Sandbox
 from tilegym_db.sandbox.processes import Confinement
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {

@@ -375,7 +375,7 @@ class Sequences(RuleBasedStateMachine):
         assert {json.loads(row.record)["trace_id"] for rows, _ in read for row in rows} == self.shared
 
     def mate_has_what_was_shared(self) -> None:
-        from tilegym_db.store.connection import open_store
+        from tilegym_db.store.opening import open_store
 
         with open_store(self.mates_home, read_only=True) as store:
             rows = store.rows("SELECT trace_id, origin FROM traces WHERE definition = 'row_scale'")
@@ -383,8 +383,8 @@ class Sequences(RuleBasedStateMachine):
         assert len({row["trace_id"] for row in rows}) == len(rows)
 
     def every_trace_is_there(self) -> None:
-        from tilegym_db.store.connection import open_store
         from tilegym_db.store.filling import ingest
+        from tilegym_db.store.opening import open_store
 
         with open_store() as store:
             ingest(store)

@@ -13,7 +13,7 @@ import performance_tables
 import pytest
 import readme_picture
 
-from tilegym_db.store.connection import run_user_query
+from tilegym_db.store.opening import run_user_query
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sample import pages_of
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 PAGES = (
     "docs/how-to/add-an-operator.md",

@@ -15,7 +15,7 @@ from shipped_records import CATALOG
 import tilegym_db
 from tilegym_db.cli.commands import COMMANDS
 from tilegym_db.sandbox.scan import RULES
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 
 @pytest.fixture(scope="module")

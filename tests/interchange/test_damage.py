@@ -254,7 +254,7 @@ def test_damaged_data_set_stops_nothing_else_and_imports_again(
     tree: Tree, home: Path, which: str, tmp_path: Path
 ) -> None:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
 
     import_data_set(tree.root)
     import_data_set(tree.root, name="other")

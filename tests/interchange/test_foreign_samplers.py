@@ -11,7 +11,7 @@ import pytest
 from foreign_sets import Tree, lines, of_workload, solution
 from raising import raises
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange.adapt import Draft, draft_of
 from tilegym_db.interchange.importing import import_data_set
@@ -149,5 +149,5 @@ def _catalog_of(made: Draft, root: Path) -> Catalog:
             target = root / "solutions" / "sampling" / NAME / path.removeprefix("solutions/")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-    Catalog((root,)).update_lock(root)
+    writers.update_lock(Catalog((root,)), root)
     return Catalog((root,))

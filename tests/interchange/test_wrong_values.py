@@ -30,8 +30,8 @@ from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_so
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.judging.judging import compared, rule_for
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.imported import DataSet, data_set
+from tilegym_db.store.opening import open_store
 
 Record = dict[str, Any]
 VALUES: list[Any] = [None, True, -1, 10**400, 1.5, "", "x", "\0", [], ["var"], [[]], {}, {"a": 1}, {"": [None]}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.measurement import machine
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
@@ -25,7 +25,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def operator(row_scale: Path, workload_record: Callable[..., dict[str, Any]]) -> Path:
     """Return the small operator, with a workload that is worth timing."""
-    Catalog.default().add_workloads([Workload.from_dict(workload_record(**ROWS))])
+    writers.add_workloads(Catalog.default(), [Workload.from_dict(workload_record(**ROWS))])
     return row_scale
 
 

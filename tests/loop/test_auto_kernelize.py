@@ -18,7 +18,7 @@ from tilegym_db.loop.from_model import ModelState
 from tilegym_db.loop.tasks import attempts_of
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Experiment, Task
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.side_files import journaled
 
 REAL = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.models.called_functions import Seam, function_seams
 from tilegym_db.scaffold.solution_draft import stock_solution_files
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.verification.add import add_definition, add_solution
 from tilegym_db.verification.check import check

@@ -23,9 +23,9 @@ from tilegym_db.measurement.drafts import candidate_root
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Estimate, Experiment, Task
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.side_files import append, journaled, loop_lock
 

@@ -14,7 +14,7 @@ from tilegym_db.loop.from_model import match, recommend
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import award_rows
 
 CONFIG = {

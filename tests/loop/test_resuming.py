@@ -21,7 +21,7 @@ from tilegym_db.loop.tasks import tasks_table
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Task
 from tilegym_db.store import side_files
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.side_files import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from shipped_records import CATALOG as SHIPPED
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.loop.architecture import above_light, definition_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece, coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.awards import claim_of, record_awards
@@ -20,12 +20,12 @@ from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award, Estimate, Experiment
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.patterns import pattern_findings, read_patterns
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import award_rows
-from tilegym_db.store.side_files import journaled
+from tilegym_db.store.side_files import journaled, read_patterns
+from tilegym_db.verification.check import pattern_findings
 
 MakeTrace = Callable[..., Trace]
 
@@ -33,7 +33,8 @@ MakeTrace = Callable[..., Trace]
 @pytest.fixture
 def make_trace(row_scale: Path, solution_record: Callable[..., dict[str, Any]]) -> MakeTrace:
     """A trace of a kernel of the small operator: ``make_trace(minute, ci_low=1.5, tier="promotion", status="PASSED")``."""
-    Catalog.default().add_solution(
+    writers.add_solution(
+        Catalog.default(),
         Solution.from_dict(solution_record(name="row_scale_mine")),
         {"kernel.py": b"def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"},
     )

@@ -17,7 +17,7 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import attempts_of, create_task, prompt_of, tasks_table
 from tilegym_db.records.loop import Task
 from tilegym_db.report.weekly import weekly
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import award_rows
 
 HandIn = Callable[..., Path]

@@ -10,7 +10,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import award_rows, verified_baselines
 from tilegym_db.store.side_files import journaled
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
 from tilegym_db.records import Definition, Workload
 
 ROW_SCALE: dict[str, Any] = {
@@ -66,7 +66,7 @@ def make_catalog() -> Callable[..., Catalog]:
             lines.append(Workload.from_dict(content).to_json())
         write(root / "workloads" / f"{folder}.jsonl", "\n".join(lines))
         catalog = Catalog((root,))
-        catalog.update_lock(root)
+        writers.update_lock(catalog, root)
         return Catalog((root,))
 
     return make

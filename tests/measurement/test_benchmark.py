@@ -15,8 +15,8 @@ from tilegym_db.measurement.benchmark import bench, tiers_of, verify
 from tilegym_db.measurement.plan import BenchReport, Options
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 TRITON = """

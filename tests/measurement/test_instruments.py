@@ -48,7 +48,7 @@ from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.call import Call
 from tilegym_db.records.workload import Case
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 HERE = Path(__file__).parent
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")

@@ -17,9 +17,9 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import journal_files, read_journal
+from tilegym_db.store.opening import open_store
 
 HANGS = """def run(x, weight, factor, out):
     out.copy_(x * weight * factor)

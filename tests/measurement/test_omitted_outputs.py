@@ -20,9 +20,9 @@ from tilegym_db.records.call import Call
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
 from tilegym_db.records.workload import Case
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 
 WITH_PEAK: dict[str, Any] = {

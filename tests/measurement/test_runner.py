@@ -19,7 +19,7 @@ from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.records import Trace
 from tilegym_db.sandbox.worker import best_level
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.verification.worker_handle import RunnerLimits, WorkerHandle
 
 RETURNS = {"destination_passing_style": False}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from verification.low_precision import SOURCE
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Definition, Solution, Trace, Workload
 
@@ -67,7 +67,7 @@ def traces(root: Path, definition: dict[str, Any]) -> dict[str, Trace]:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    Catalog((root,)).update_lock(root)
+    writers.update_lock(Catalog((root,)), root)
     report = bench(devices="cpu", catalog=Catalog((root,)), store_home=root / "home", quick=True)
     return {trace.solution: trace for trace in report.traces}
 

@@ -45,7 +45,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.resolver.resolve import resolve
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.sharing import SharedDataSet
 from tilegym_db.store.publish import publish
 from tilegym_db.store.sharing import share_traces

@@ -9,7 +9,8 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.report.page import ReportData, read_report
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
+from tilegym_db.store.opening import open_store
 
 
 @pytest.fixture(scope="package")

@@ -15,7 +15,8 @@ from model_runs import LIGER, model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.page import ReportData, page
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.report_rows import model_rows
 from tilegym_db.store.side_files import save_model_run
 

@@ -12,8 +12,9 @@ from tilegym_db.published.input_files import published_model_files
 from tilegym_db.records.loop import ModelRun
 from tilegym_db.report.page import ReportData, reproduce_command
 from tilegym_db.report.weekly import FEW, weekly
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries import report_rows
 from tilegym_db.store.queries.report_rows import model_rows
 from tilegym_db.store.side_files import save_model_run

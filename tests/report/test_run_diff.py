@@ -15,9 +15,10 @@ from tilegym_db.errors import NotFoundError
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.report.weekly import CHANGES, change_of, diff_page, read_diff
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import read_traces
 
 A, B = "20261101T000000-h200-aaaaaa", "20261102T000000-h200-bbbbbb"

@@ -22,8 +22,9 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.published.snapshot import signed_line
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 LANGUAGES = {"stock": "python", "triton": "triton", "tilelang": "tilelang"}

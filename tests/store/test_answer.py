@@ -9,7 +9,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import MissingPackageError, QueryError, StoreError, UsageError
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 
 
 @pytest.fixture

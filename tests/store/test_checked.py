@@ -19,8 +19,8 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.published import snapshot
 from tilegym_db.published.snapshot import Checked, checked_file
 from tilegym_db.records import Workload
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import definition_rows, solution_rows, workload_rows
+from tilegym_db.store.opening import open_store
 
 KERNEL = "def run(x, weight, factor, out):\n    out.copy_(x)\n"
 SOLUTION = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.store.asking import VIEWS, comment_on
-from tilegym_db.store.connection import open_store, run_schema_query, run_user_query
+from tilegym_db.store.opening import open_store, run_schema_query, run_user_query
 
 
 @pytest.fixture(scope="module")

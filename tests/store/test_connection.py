@@ -18,11 +18,12 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import packed, trace_lines
-from tilegym_db.store import connection as opening
+from tilegym_db.store import connection as connections
 from tilegym_db.store import filling
-from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE, open_store
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, ROW_GROUP_SIZE
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
 
@@ -37,7 +38,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def stores_are_made(make_store: Callable[[Path], opening.Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def stores_are_made(make_store: Callable[[Path], connections.Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files' stores begin as copies."""
     monkeypatch.setattr(filling, "new_store", make_store)
 
@@ -205,7 +206,7 @@ def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, cap
 def test_reader_waits_for_a_busy_writer_and_not_for_an_idle_one(opened, home, root, monkeypatch, is_busy):
     with opened():
         pass
-    monkeypatch.setattr(opening, "IDLE_S", 1.0)
+    monkeypatch.setattr(connections, "IDLE_S", 1.0)
     compute = "end = time.monotonic() + 6\n    while time.monotonic() < end: sum(range(100_000))"
     work = WRITER.replace("time.sleep(float(sys.argv[2]))", compute) if is_busy else WRITER
     command = [sys.executable, "-c", work, str(home / "tilegym.duckdb"), "60"]
@@ -229,7 +230,7 @@ def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch
     held = threading.Event()
 
     def create() -> None:
-        with opening.writer_lock(home / "tilegym.duckdb", 1.0):
+        with connections.writer_lock(home / "tilegym.duckdb", 1.0):
             held.set()
             time.sleep(0.5)
 
@@ -271,7 +272,7 @@ def test_no_progress_bar_goes_to_stdout_of_a_prompt(opened, home, root):
 import sys
 from pathlib import Path
 from tilegym_db.catalog import Catalog
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 for read_only in (True, False):
     with open_store(Path(sys.argv[1]), read_only=read_only, catalog=Catalog((Path(sys.argv[2]),))) as store:
         print(store.rows("SELECT current_setting('enable_progress_bar') AS bar")[0]["bar"])
@@ -288,7 +289,7 @@ def test_reader_that_waits_sees_the_catalog_once_a_writer_ends(opened, root, hom
     held = threading.Event()
 
     def write():
-        with opening.writer_lock(home / "tilegym.duckdb", 1.0):
+        with connections.writer_lock(home / "tilegym.duckdb", 1.0):
             held.set()
             time.sleep(0.5)
 
@@ -374,7 +375,7 @@ def test_rebuild_remakes_an_older_store_from_its_journals_alone(opened, old_stor
 def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home, root):
     code = (
         "import sys; from pathlib import Path; from tilegym_db.catalog import Catalog\n"
-        "from tilegym_db.store.connection import open_store\n"
+        "from tilegym_db.store.opening import open_store\n"
         "open_store(Path(sys.argv[1]), read_only=True, catalog=Catalog((Path(sys.argv[2]),))).close()\n"
     )
     command = [sys.executable, "-c", code, str(home), str(root)]
@@ -501,7 +502,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
     open_store(home, read_only=True, catalog=Catalog((root,))).close()
     code = (
         "import sys\nfrom pathlib import Path\nfrom tilegym_db.catalog import Catalog\n"
-        "from tilegym_db.store.connection import open_store\nfrom tilegym_db.store.queries.measured import best_rows\n"
+        "from tilegym_db.store.opening import open_store\nfrom tilegym_db.store.queries.measured import best_rows\n"
         f"with open_store(Path({str(home)!r}), read_only=True, catalog=Catalog((Path({str(root)!r}),))) as store:\n"
         "    best_rows(store)\n"
         "slow = {'filling', 'definition', 'solution', 'trace', 'workload'}\n"
@@ -518,7 +519,7 @@ def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, 
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
     with opened():
         pass  # the module was in use before
-    monkeypatch.setattr(opening.os, "sysconf", machine.__getitem__)
+    monkeypatch.setattr(connections.os, "sysconf", machine.__getitem__)
     with opened() as store:
         assert store.rows("SELECT current_setting('memory_limit') AS found") == [{"found": limit}]
 
@@ -534,5 +535,5 @@ def test_file_system_without_locks_is_named_at_once(cause, read_only, tmp_path, 
     monkeypatch.setattr(duckdb, "connect", connect)
     began = time.monotonic()
     with raises(StoreError, "locks_missing", "TILEGYM_DB_HOME", cause):
-        opening.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=opening.LOCK_TIMEOUT_S)
-    assert time.monotonic() - began < opening.LOCK_TIMEOUT_S / 2
+        connections.connect(tmp_path / "x.duckdb", read_only=read_only, timeout_s=connections.LOCK_TIMEOUT_S)
+    assert time.monotonic() - began < connections.LOCK_TIMEOUT_S / 2

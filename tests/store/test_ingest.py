@@ -17,8 +17,9 @@ from raising import raises
 from tilegym_db.errors import StoreError
 from tilegym_db.published.snapshot import Batch
 from tilegym_db.records.workload import axes_key
-from tilegym_db.store import connection as opening
 from tilegym_db.store import journal as journals
+from tilegym_db.store import opening
+from tilegym_db.store.connection import writer_lock
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal, joined
 from tilegym_db.store.queries.measured import count_traces, definition_by_digest, read_traces
@@ -28,7 +29,7 @@ import sys
 import tempfile
 from pathlib import Path
 from tilegym_db.catalog import Catalog
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.filling import ingest
 
 home, root, file = map(Path, sys.argv[1:])
@@ -468,7 +469,7 @@ def test_emptied_journal_is_nothing_to_ingest(opened, home, trace):
     with opened(read_only=True):
         pass
     journal.path.write_bytes(b"")
-    with opening.writer_lock(home / "tilegym.duckdb", 1.0), opened(read_only=True) as store:
+    with writer_lock(home / "tilegym.duckdb", 1.0), opened(read_only=True) as store:
         assert store.stale is None
 
 

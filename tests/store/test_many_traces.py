@@ -11,7 +11,8 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.page import page, read_report
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import best_rows, count_unverified, leaderboard_rows, measured_gpus
 
 pytestmark = [

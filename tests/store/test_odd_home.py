@@ -16,9 +16,10 @@ from tilegym_db.published.input_files import imported_manifests, own_tuning_file
 from tilegym_db.published.snapshot import KEY_NAME, signature
 from tilegym_db.records.loop import Task
 from tilegym_db.store import connection
-from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store, writer_lock
+from tilegym_db.store.connection import DATABASE_NAME, database_path, writer_lock
 from tilegym_db.store.filling import rebuild
 from tilegym_db.store.journal import read_journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.side_files import journaled
 
 PLACES: dict[str, Callable[[Path], object]] = {

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import QueryError, RecordError
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import Store, open_store, run_user_query
+from tilegym_db.store.connection import Store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store, run_user_query
 from tilegym_db.store.queries.measured import read_traces
 
 # Drawn lines; test_ingest.py has a line of each fault daily.

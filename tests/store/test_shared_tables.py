@@ -20,8 +20,8 @@ from tilegym_db.published.snapshot import sha256, signed_line
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Trace
 from tilegym_db.resolver.explain import shared_tables
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest, overrule
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import FetchedTables, fetch_tables, publish, share_tables
 
 pytestmark = pytest.mark.sweep(2)

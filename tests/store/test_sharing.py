@@ -22,8 +22,8 @@ from raising import raises
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.published.shared_tables import hidden
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_set, share_traces, sync_traces
 

@@ -7,7 +7,7 @@ from raising import raises
 
 from tilegym_db.errors import QueryError
 from tilegym_db.store.asking import VIEWS
-from tilegym_db.store.connection import run_user_query
+from tilegym_db.store.opening import run_user_query
 
 
 @pytest.fixture

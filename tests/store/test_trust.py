@@ -16,9 +16,9 @@ from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line, sorted_snapshots
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest, rebuild
 from tilegym_db.store.journal import Journal, read_journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries.measured import best_rows
 from tilegym_db.store.queries.publishing import publishable_rows

@@ -39,7 +39,7 @@ from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.text import parse_object
 
 if TYPE_CHECKING:
-    from tilegym_db.records import Definition, Solution, Workload
+    from tilegym_db.records import Definition, Workload
     from tilegym_db.records.workload import SafetensorsInput
 
 T = TypeVar("T")
@@ -363,25 +363,6 @@ class Catalog:
         overlay = home() / "catalog"
         return cls((shipped_root(), overlay) if overlay.is_dir() else (shipped_root(),), warns, trust_foreign)
 
-    # -- the lock -----------------------------------------------------------------------------------------------------
-
-    def lock_findings(self) -> list[str]:
-        """Return the differences between the Definitions and ``definitions.lock.json``; empty if they agree."""
-        from tilegym_db.catalog import writers
-
-        return writers.findings(self)
-
-    def update_lock(self, root: Path) -> list[str]:
-        """Add versions that the lock does not have, and return them; never change a locked digest.
-
-        Raises:
-            RecordError: the lock is damaged.
-            StoreError: the lock cannot be written.
-        """
-        from tilegym_db.catalog import writers
-
-        return writers.update(self, root)
-
     def untried(self, record: Definition) -> Path | None:
         """Return the file of a Definition that did not ship, so that its reference may not return; else None.
 
@@ -398,8 +379,6 @@ class Catalog:
                 return None
         return path
 
-    # -- adding -------------------------------------------------------------------------------------------------------
-
     @property
     def write_root(self) -> Path:
         """The root that ``add-*`` writes to: the shipped catalog if it is a writable checkout, else the user's overlay."""
@@ -407,70 +386,6 @@ class Catalog:
         if (shipped / "pyproject.toml").is_file() and os.access(shipped, os.W_OK):
             return shipped
         return home() / "catalog"
-
-    def add_definition(self, record: Definition) -> Path:
-        """Write a new Definition, or a new version of one, and lock it.
-
-        Raises:
-            ConflictError: the version exists with another meaning, or is not newer than the existing one.
-            StoreError: the file cannot be written, or another process holds the catalog's lock.
-        """
-        from tilegym_db.catalog import writers
-
-        return writers.add_definition(self, record, self.write_root)
-
-    def add_solution(self, record: Solution, sources: Mapping[str, bytes], *, replace: bool = False) -> Path:
-        """Write a new Solution folder in one step, and return it: it appears whole or not at all.
-
-        A Solution that the catalog has with the same record and bytes is left as it is. ``replace`` allows to
-        replace a Solution of the user's that has other content. Its traces then belong to a source that is not in the catalog.
-
-        Raises:
-            ConflictError: a Solution of that name exists with other content, or is shipped; or a folder or file is in the way.
-            StoreError: the folder cannot be written, or another process holds the catalog's lock.
-        """
-        from tilegym_db.catalog import writers
-
-        return writers.add_solution(self, record, sources, self.write_root, replace=replace)
-
-    def remove(self, name: str) -> tuple[Path, ...]:
-        """Remove a Solution or a Definition of the user's, and return the folder or files that are gone. Traces stay.
-
-        A Definition goes with its Workloads and its versions in the lock. Make a new catalog to see the change.
-
-        Raises:
-            ConflictError: the record is shipped, is listed in the file of a family, or is a Definition that other records use.
-            NotFoundError: there is no such record.
-            StoreError: a file cannot be removed, or another process holds the catalog's lock.
-        """
-        from tilegym_db.catalog import writers
-
-        known = {*self.definition_paths, *self.solution_paths}
-        if name not in known:
-            raise NotFoundError(
-                f"'{name}' is not a definition or a solution.{did_you_mean(name, known)} Try: tilegym-db list",
-                code="name_unknown",
-            )
-        if name in self.definition_paths:
-            return writers.remove_definition(self, name, self.write_root)
-        return writers.remove_solution(self, name, self.write_root)
-
-    def add_workloads(
-        self, workloads: Iterable[Workload], root: Path | None = None, blobs_from: Path | None = None
-    ) -> list[tuple[Path, Workload]]:
-        """Append new Workloads to their files and return them; existing ones are skipped.
-
-        ``root`` is the catalog to write to, by default :attr:`write_root`. Files that hold inputs are copied from
-        ``blobs_from``; without it, they must already be in the catalog.
-
-        Raises:
-            RecordError: a Workload does not fit its Definition, or a file is missing or differs; nothing is added.
-            ConflictError: the catalog has a different file of that name.
-            StoreError: a file cannot be written, or another process holds the catalog's lock.
-        """
-        from tilegym_db.catalog import writers
-
-        return writers.add_workloads(self, workloads, root or self.write_root, blobs_from)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from tilegym_db.catalog.record_files import (
     in_family,
     source_file,
 )
-from tilegym_db.errors import ConflictError, RecordError, check_kind
+from tilegym_db.errors import ConflictError, NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes, remove_folder, replace_folder, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import problems_of
@@ -30,9 +30,15 @@ from tilegym_db.records.solution import signature_problem
 from tilegym_db.records.text import parse_object
 
 
-def add_definition(catalog: Catalog, record: Definition, root: Path) -> Path:
-    """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
+def add_definition(catalog: Catalog, record: Definition) -> Path:
+    """Write a new Definition, or a new version of one, and lock it.
+
+    Raises:
+        ConflictError: the version exists with another meaning, or is not newer than the existing one.
+        StoreError: the file cannot be written, or another process holds the catalog's lock.
+    """
     check_kind(record, Definition, "add_definition takes a Definition")
+    root = catalog.write_root
     _check_new_definition(catalog, record, root)  # before any file is created, including the lock file
     with writing(root):
         locked = _check_new_definition(catalog.reread(root), record, root)
@@ -97,9 +103,19 @@ def _check_successor(now: Catalog, record: Definition, path: Path, root: Path, *
 
 
 def add_solution(
-    catalog: Catalog, record: Solution, sources: Mapping[str, bytes], root: Path, *, replace: bool = False
+    catalog: Catalog, record: Solution, sources: Mapping[str, bytes], root: Path | None = None, *, replace: bool = False
 ) -> Path:
-    """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
+    """Write a new Solution folder in one step, and return it: it appears whole or not at all.
+
+    ``root`` is the catalog to write to, by default :attr:`Catalog.write_root`. A Solution that the catalog has with the
+    same record and bytes is left as it is. ``replace`` allows to replace a Solution of the user's that has other content.
+    Its traces then belong to a source that is not in the catalog.
+
+    Raises:
+        ConflictError: a Solution of that name exists with other content, or is shipped; or a folder or file is in the way.
+        StoreError: the folder cannot be written, or another process holds the catalog's lock.
+    """
+    root = root or catalog.write_root
     check_kind(record, Solution, "add_solution takes a Solution")
     check_kind(sources, Mapping, "the sources of a solution are a mapping of paths to bytes")
     for name, content in sources.items():
@@ -179,8 +195,29 @@ def _folder_for(now: Catalog, record: Solution, root: Path, *, replace: bool) ->
     return folder
 
 
-def remove_solution(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
-    """Remove the folder of a Solution; see :meth:`Catalog.remove`."""
+def remove(catalog: Catalog, name: str) -> tuple[Path, ...]:
+    """Remove a Solution or a Definition of the user's, and return the folder or files that are gone. Traces stay.
+
+    A Definition goes with its Workloads and its versions in the lock. Make a new catalog to see the change.
+
+    Raises:
+        ConflictError: the record is shipped, is listed in the file of a family, or is a Definition that other records use.
+        NotFoundError: there is no such record.
+        StoreError: a file cannot be removed, or another process holds the catalog's lock.
+    """
+    known = {*catalog.definition_paths, *catalog.solution_paths}
+    if name not in known:
+        raise NotFoundError(
+            f"'{name}' is not a definition or a solution.{did_you_mean(name, known)} Try: tilegym-db list",
+            code="name_unknown",
+        )
+    if name in catalog.definition_paths:
+        return _remove_definition(catalog, name, catalog.write_root)
+    return _remove_solution(catalog, name, catalog.write_root)
+
+
+def _remove_solution(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
+    """Remove the folder of a Solution."""
     with writing(root):
         place = catalog.reread(root).solution_paths.get(name, catalog.solution_paths[name])
         _check_own(name, place, root)
@@ -193,8 +230,8 @@ def remove_solution(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]
     return (place.parent,)
 
 
-def remove_definition(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
-    """Remove the files of a Definition; see :meth:`Catalog.remove`."""
+def _remove_definition(catalog: Catalog, name: str, root: Path) -> tuple[Path, ...]:
+    """Remove the files of a Definition."""
     with writing(root):
         now = catalog.reread(root)
         path = now.definition_paths.get(name, catalog.definition_paths[name])
@@ -238,9 +275,19 @@ def _listed(root: Path) -> Collection[str]:
 
 
 def add_workloads(
-    catalog: Catalog, workloads: Iterable[Workload], root: Path, blobs_from: Path | None = None
+    catalog: Catalog, workloads: Iterable[Workload], root: Path | None = None, blobs_from: Path | None = None
 ) -> list[tuple[Path, Workload]]:
-    """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
+    """Append new Workloads to their files and return them; existing ones are skipped.
+
+    ``root`` is the catalog to write to, by default :attr:`Catalog.write_root`. Files that hold inputs are copied from
+    ``blobs_from``; without it, they must already be in the catalog.
+
+    Raises:
+        RecordError: a Workload does not fit its Definition, or a file is missing or differs; nothing is added.
+        ConflictError: the catalog has a different file of that name.
+        StoreError: a file cannot be written, or another process holds the catalog's lock.
+    """
+    root = root or catalog.write_root
     groups: dict[str, dict[str, Workload]] = {}
     check_kind(workloads, Iterable, "add_workloads takes several Workloads")
     for workload in workloads:
@@ -275,8 +322,8 @@ def version_tuple(version: str) -> tuple[int, ...]:
 # ---- definitions lock -----------------------------------------------------------------------------
 
 
-def findings(catalog: Catalog) -> list[str]:
-    """Return the differences between the valid Definitions of a catalog and the locks of its roots."""
+def lock_findings(catalog: Catalog) -> list[str]:
+    """Return the differences between the valid Definitions of a catalog and the locks of its roots; empty if they agree."""
     found = []
     for root in catalog.roots:
         try:
@@ -301,8 +348,13 @@ def findings(catalog: Catalog) -> list[str]:
     return found
 
 
-def update(catalog: Catalog, root: Path) -> list[str]:
-    """Add versions that the lock of a root does not have, and return them as ``name version``."""
+def update_lock(catalog: Catalog, root: Path) -> list[str]:
+    """Add versions that the lock of a root does not have, and return them as ``name version``; never change a locked digest.
+
+    Raises:
+        RecordError: the lock is damaged.
+        StoreError: the lock cannot be written.
+    """
     with writing(root):
         locked = read_lock(root)
         added = []

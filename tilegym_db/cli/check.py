@@ -37,12 +37,12 @@ def command(
 
     Exit status 1 if anything is found.
     """
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.verification.check import check, divided, draft_findings
 
     catalog = Catalog.default(warns=False)
     if update_lock:
-        for locked in catalog.update_lock(catalog.write_root):
+        for locked in writers.update_lock(catalog, catalog.write_root):
             note(f"locked {locked}")
         catalog = Catalog.default(warns=False)
     drafts, added = divided(names or (), catalog)

@@ -519,8 +519,8 @@ def ingest_command(
     a journal of the store is only named: its trace was never acknowledged.
     """
     from tilegym_db.store import filling
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.journal import CUT_OFF
+    from tilegym_db.store.opening import open_store
 
     if rebuild and files:
         raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
@@ -563,8 +563,8 @@ def overrule_command(
     A wrong number outweighs every pass of that source and config on that GPU, before and after it. Overrule it only if you know
     that the machine was at fault. Your name, the time and the reason are journaled and published. Nothing is removed.
     """
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import overrule
+    from tilegym_db.store.opening import open_store
 
     with open_store() as store:
         overruling = overrule(store, trace_id, because)

@@ -80,7 +80,7 @@ def own_home() -> Path:
 
 def ask_shipped() -> int:
     """Query the shipped measurements of an H200 (step 1)."""
-    from tilegym_db.store.connection import run_user_query
+    from tilegym_db.store.opening import run_user_query
 
     step(
         "1. ask the database",
@@ -319,7 +319,7 @@ HIDDEN = 2048
 
 def add_demo_kernel(catalog: Path, tokens: int) -> None:
     """Add the CPU kernel and the sizes of the demo's model to the demo's catalog."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.files import write_atomically
     from tilegym_db.records import Workload
 
@@ -337,12 +337,12 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
             }
         )
     ]
-    Catalog.default().add_workloads(sizes, root=catalog)
+    writers.add_workloads(Catalog.default(), sizes, root=catalog)
 
 
 def publish_here(machine: Machine, folder: Path) -> None:
     """Publish the verified kernels for the resolver of this demo."""
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.publish import publish
 
     published = folder / "published"

@@ -384,7 +384,7 @@ def check_catalog() -> Iterator[Check]:
 
 def check_store() -> Iterator[Check]:
     """Yield the state of the database: it must open, accept writes and answer."""
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.queries.measured import count_traces, measured_gpus
 
     try:
@@ -432,7 +432,7 @@ def check_peaks() -> Iterator[Check]:
     import importlib.util
 
     from tilegym_db.measurement.machine import select_machine
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.queries.measured import read_peaks
 
     if importlib.util.find_spec("torch") is None:

@@ -163,7 +163,7 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 def award_records(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
     """Return one row per award of the Definitions, with its status."""
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.queries.loop import award_rows
 
     names = {item.name for item in definitions}

@@ -251,8 +251,8 @@ def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None
 
 
 def _store(run: ModelRun) -> Path:
-    from tilegym_db.store.connection import open_store
     from tilegym_db.store.filling import ingest
+    from tilegym_db.store.opening import open_store
     from tilegym_db.store.side_files import save_model_run
 
     path = save_model_run(run)

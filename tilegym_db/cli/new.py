@@ -88,7 +88,7 @@ def new_solution(
     as_json: AsJson = False,
 ) -> None:
     """Write the draft of a kernel with the operator's signature, or add its stock code."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.scaffold.solution_draft import draft_solution, login_name, stock_solution_files
 
@@ -107,7 +107,7 @@ def new_solution(
                 "--stock adds to the catalog and writes no folder; leave out --output.", code="options_clash"
             )
         record, sources = stock_solution_files(operator, login_name(), name)
-        path = catalog.add_solution(record, sources)
+        path = writers.add_solution(catalog, record, sources)
         print_json({"solution": record.name, "definition": definition, "path": str(path)}) if as_json else typer.echo(
             str(path)
         )
@@ -203,7 +203,7 @@ def new_workload(
 
 def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: bool, as_json: bool) -> None:
     """Write the points that models need, and print their number and cost."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
     from tilegym_db.records.hardware import parse_gpu
     from tilegym_db.scaffold.model_calls import cover_models, models_of
 
@@ -222,7 +222,7 @@ def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: b
     }
     after = "nothing is left to measure: the catalog answers every question that has a definition"
     if workloads and add:
-        content["added"] = len(catalog.add_workloads(workloads))
+        content["added"] = len(writers.add_workloads(catalog, workloads))
         after = "Next: tilegym-db bench --workload 'model:*'"
     elif workloads:
         target = file or Path("workloads-models.jsonl")
@@ -254,9 +254,9 @@ def check_name(name: str, option: str) -> None:
 
 def add_to_catalog(found: MappedWorkloads, definition: str, as_json: bool) -> None:
     """Add the new workloads to the catalog and print their number."""
-    from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog import Catalog, writers
 
-    added = Catalog.default().add_workloads(found.workloads)
+    added = writers.add_workloads(Catalog.default(), found.workloads)
     if as_json:
         print_json({"added": [workload.uuid for _, workload in added], **mapping_of(found)})
     note(f"added {len(added)} of {len(found.workloads)} workloads. Next: tilegym-db bench {definition}")

@@ -48,7 +48,7 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
-    from tilegym_db.store.connection import run_schema_query
+    from tilegym_db.store.opening import run_schema_query
 
     binary = form.kind in ("parquet", "arrow")
     if schema and (source is not None or timeout is not None or trust):
@@ -78,7 +78,7 @@ def answer_of(text: str, source: str | None, timeout: float | None, *, trust: bo
     """Return the answer of this database, or of a shared data set, to one statement."""
     if source is None:
         from tilegym_db.catalog import Catalog
-        from tilegym_db.store.connection import run_user_query
+        from tilegym_db.store.opening import run_user_query
 
         catalog = Catalog.default(trust_foreign=True) if trust else None
         return run_user_query(text, catalog=catalog, as_arrow=binary, timeout_s=timeout)

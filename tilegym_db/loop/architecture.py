@@ -12,9 +12,9 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import RecordError
 from tilegym_db.records import TILE_LANGUAGES, Definition, axes_key
 from tilegym_db.records.roofline import share_of_stated_light
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.patterns import pattern_findings
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import timed_passes, traced_digests
+from tilegym_db.verification.check import pattern_findings
 
 MAX_SHARED_TOKENS = 0.8
 """Maximum share of a source's tokens that may also be in another source. Above it, the source counts as a copy."""

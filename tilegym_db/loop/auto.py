@@ -40,8 +40,8 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, ModelRun, Task, identified
 from tilegym_db.records.text import length_prefixed_digest
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish, published_folder
 from tilegym_db.store.side_files import append, journaled, loop_lock, save_model_run
 

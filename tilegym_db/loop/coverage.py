@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
 from tilegym_db.errors import HardwareError, NotFoundError, TilegymDBError, UsageError
 from tilegym_db.measurement.machine import parse_devices, select_machine
 from tilegym_db.measurement.plan import why_too_large
@@ -45,8 +45,8 @@ from tilegym_db.scaffold.model_calls import (
     questions,
     same_widths,
 )
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import done_keys
 
 if TYPE_CHECKING:
@@ -668,7 +668,7 @@ def measure_next(
     if not plan.points:
         result.after = plan.answers
         return result
-    catalog.add_workloads([point.workload for point in plan.points], root=home() / "catalog")
+    writers.add_workloads(catalog, [point.workload for point in plan.points], root=home() / "catalog")
     of_kind = replace(chosen, gpu=machine.gpu)
     for chunk in _chunks(plan.points):
         late = time.monotonic() - began + sum(point.seconds for point in chunk) > seconds

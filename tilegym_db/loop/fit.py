@@ -35,8 +35,8 @@ from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.loop import ModelRun, Speedups
 from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.answer import html_table
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.side_files import save_model_run, stored_model_runs
 

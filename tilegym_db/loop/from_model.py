@@ -39,7 +39,7 @@ from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import Coverage, Estimate, Experiment, ModelRun, Task
 from tilegym_db.records.text import binding_key, canonical_json, explain_command
 from tilegym_db.resolver.resolve import requirements
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import award_rows, model_run_rows
 
 MIN_SHARE = 0.01

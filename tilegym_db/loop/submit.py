@@ -40,8 +40,8 @@ from tilegym_db.records.solution import signature_problem, why_not_timed
 from tilegym_db.records.text import binding_key, length_prefixed_digest
 from tilegym_db.records.verdicts import MACHINE_SLOW
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import traces_of_source
 from tilegym_db.store.queries.measured import read_traces
 from tilegym_db.store.side_files import append, loop_lock

@@ -26,11 +26,11 @@ from tilegym_db.records.solution import called_with
 from tilegym_db.records.verdicts import MIN_SPEEDUP
 from tilegym_db.sandbox.scan.tables import RULES
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
-from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.patterns import read_patterns
+from tilegym_db.store.connection import Store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.loop import task_rows, verified_on
 from tilegym_db.store.queries.measured import read_peaks, traced_gpus
-from tilegym_db.store.side_files import append, journaled, latest, loop_lock
+from tilegym_db.store.side_files import append, journaled, latest, loop_lock, read_patterns
 
 MAX_WORKLOADS = 16
 MAX_PATTERNS = 8

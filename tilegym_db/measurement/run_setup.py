@@ -41,8 +41,9 @@ from tilegym_db.records.trace import (
 )
 from tilegym_db.records.verdicts import Tier
 from tilegym_db.records.workload import Case
-from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.connection import Store
 from tilegym_db.store.filling import ingest
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.side_files import save_peaks
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.phases import Phases

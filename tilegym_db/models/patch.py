@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.backends.toolchains import check_libraries
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, writers
 from tilegym_db.errors import RecordError, ToolchainError, UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
 from tilegym_db.models.call_site import is_patched
@@ -806,7 +806,9 @@ def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Pa
     They go into the user's catalog even if the checkout is writable, because calls of one model are no shipped records.
     """
     catalog = Catalog.default()
-    return catalog.add_workloads(new_workloads(workloads, catalog, [f"model:{model}"]), root=home() / "catalog")
+    return writers.add_workloads(
+        catalog, new_workloads(workloads, catalog, [f"model:{model}"]), root=home() / "catalog"
+    )
 
 
 def model_tag(path: Path) -> str:

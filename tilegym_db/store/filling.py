@@ -1,6 +1,6 @@
 """Fills the database: creates it, rebuilds it, brings in journals, and reloads changed sources.
 
-:mod:`tilegym_db.store.connection` opens a database. A command that only reads loads this module if the database must change.
+:mod:`tilegym_db.store.opening` opens a database. A command that only reads loads this module if the database must change.
 """
 
 from __future__ import annotations

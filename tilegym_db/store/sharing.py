@@ -24,8 +24,9 @@ from tilegym_db.records.trace import Trace
 from tilegym_db.records.verdicts import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS
 from tilegym_db.store import statements
 from tilegym_db.store.asking import QueryResult
-from tilegym_db.store.connection import Store, open_store, run_user_query
+from tilegym_db.store.connection import Store
 from tilegym_db.store.journal import IngestReport, load_traces, remember_files
+from tilegym_db.store.opening import open_store, run_user_query
 from tilegym_db.store.queries.measured import read_traces, slugs
 from tilegym_db.store.statements import listed
 

@@ -1,11 +1,13 @@
-"""Files beside the traces: steps of config searches, peaks of GPUs, runs of whole models, and the journals of the loop."""
+"""Files beside the traces: steps of config searches, peaks of GPUs, runs of models, journals of the loop, and pattern pages."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,13 +19,14 @@ from pydantic import AwareDatetime, Field
 from tilegym_db.catalog import Broken, Catalog
 from tilegym_db.catalog.record_files import warn_once
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
+from tilegym_db.files import decode, read_bytes, regular_files, write_atomically, writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import (
     MODELS_SUFFIX,
     loop_folder,
     own_peaks_files,
     own_tuning_files,
+    pattern_files,
     published_model_files,
     published_peaks_files,
     published_tuning_files,
@@ -31,7 +34,7 @@ from tilegym_db.published.input_files import (
 )
 from tilegym_db.published.snapshot import Origin, RejectedLine, is_signed, open_snapshot, read_published, signature
 from tilegym_db.records.base import Record
-from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Task
+from tilegym_db.records.loop import Attempt, Award, Experiment, ModelRun, Pattern, Task
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.text import NAME_PATTERN, canonical_json, parse_object
@@ -46,7 +49,6 @@ from tilegym_db.store.journal import (
     numbered_lines,
     remember_files,
 )
-from tilegym_db.store.patterns import read_patterns
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -458,3 +460,89 @@ def _plain(record: Record) -> dict[str, Any]:
 def latest(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Attempt]:
     """Return (task, number) -> the newest line of that attempt, in the order of arrival."""
     return {(attempt.task, attempt.number): attempt for attempt in attempts}
+
+
+# ---- pattern pages --------------------------------------------------------------------------------
+# Reads the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section per pattern.
+# A section is a second-level heading, then a block of TOML with the ``name`` of the pattern and the keys of
+# :class:`~tilegym_db.records.loop.Pattern`, then the advice.
+
+_SECTION = re.compile(
+    r"\A## (?P<title>[^\n]+)\n\s*```toml\n(?P<keys>.*?)^```\n(?P<text>.*)\Z", re.DOTALL | re.MULTILINE
+)
+_LINE = re.compile(r"^(?:(?P<fence>```)|(?P<heading>## ))", re.MULTILINE)
+
+
+def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
+    """Read the patterns, sorted by id, and the reason for each section or page that is left out.
+
+    If two pages have a pattern of the same id, that of the first root counts.
+    """
+    found: dict[str, Pattern] = {}
+    refused: list[str] = []
+    for path in pattern_files(catalog):
+        try:
+            sections = _sections(path)
+        except RecordError as error:
+            refused.append(str(error))
+            continue
+        names: set[str] = set()
+        for line, section in sections:
+            try:
+                pattern = _pattern(section, path.stem, f"{path}:{line}")
+                if pattern.id in names:
+                    raise RecordError(
+                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name.",
+                        code="pattern_repeated",
+                    )
+            except RecordError as error:
+                refused.append(str(error))
+            else:
+                names.add(pattern.id)
+                found.setdefault(pattern.id, pattern)
+    return [found[name] for name in sorted(found)], refused
+
+
+def _sections(path: Path) -> list[tuple[int, str]]:
+    """Split a page at its second-level headings: line number and text of each section."""
+    text = decode(read_bytes(path, "pattern"), path)
+    starts, fenced = [], False
+    for match in _LINE.finditer(text):
+        if match["fence"]:
+            fenced = not fenced
+        elif not fenced:
+            starts.append(match.start())
+    if not starts:
+        raise RecordError(
+            f"{path}: each pattern on this page needs a section '## TITLE', and the page has none.",
+            code="pattern_missing",
+        )
+    ends = [*starts[1:], len(text)]
+    return [(text.count("\n", 0, start) + 1, text[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _pattern(section: str, language: str, place: str) -> Pattern:
+    """Return the pattern of a section; an error names the file and the line."""
+    parts = _SECTION.match(section.rstrip() + "\n")
+    if parts is None:
+        raise RecordError(
+            f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.", code="pattern_syntax"
+        )
+    try:
+        keys = tomllib.loads(parts["keys"])
+    except tomllib.TOMLDecodeError as error:
+        raise RecordError(f"{place}: its keys are not valid TOML: {error}.", code="toml_syntax") from None
+    taken = sorted(keys.keys() & {"digest", "id", "language", "text", "title"})
+    if taken:
+        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.", code="key_of_page")
+    return Pattern.from_dict(
+        {
+            **{key: value for key, value in keys.items() if key != "name"},
+            "id": f"{language}/{keys.get('name', '')}",
+            "language": language,
+            "title": parts["title"].strip(),
+            "digest": hashlib.sha256(section.strip().encode()).hexdigest(),
+            "text": parts["text"].strip(),
+        },
+        place,
+    )

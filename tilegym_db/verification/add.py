@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic_core import from_json
 
-from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
+from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point, writers
 from tilegym_db.catalog.reader import check_blobs
 from tilegym_db.catalog.record_files import LIBRARY, RECORD_NAME, WORKLOAD_BYTES, file_of, library_file, of_family_file
 from tilegym_db.catalog.writers import check_call, check_fits
@@ -36,7 +36,7 @@ from tilegym_db.scaffold.definition_draft import (
     read_definition_file,
 )
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.queries.measured import count_traces_of
 
 Sources = Mapping[str, bytes]
@@ -168,7 +168,7 @@ def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     workloads = read_workloads(sizes, catalog, record) if sizes.is_file() else []
     check_blobs(workloads, path)  # before anything is added
     is_known = record.name in catalog.definition_paths and catalog.definition(record.name) == record
-    target = catalog.add_definition(record)
+    target = writers.add_definition(catalog, record)
     added = _appended(workloads, path, catalog.reread(catalog.write_root)) if workloads else Added()
     outcome: Literal["added", "known"] = "known" if is_known and not added.workloads else "added"
     return dataclasses.replace(
@@ -209,7 +209,7 @@ def add_solution(
     notes = _scanned(record, sources, path)
     _require_finished(unfinished(record, sources, catalog.definition(record.definition)), path)
     outcome = _outcome(record, sources, catalog)
-    folder = catalog.add_solution(record, sources, replace=replace)
+    folder = writers.add_solution(catalog, record, sources, replace=replace)
     return Added(solution=record, paths=(folder,), scan_notes=notes, outcome=outcome)
 
 
@@ -411,7 +411,7 @@ def add_workloads(file: Path, *, catalog: Catalog | None = None) -> Added:
 
 
 def _appended(workloads: Sequence[Workload], blobs_from: Path, catalog: Catalog) -> Added:
-    written = catalog.add_workloads(workloads, blobs_from=blobs_from)
+    written = writers.add_workloads(catalog, workloads, blobs_from=blobs_from)
     new = {workload.uuid: workload for _, workload in written}
     left = dict(new)
     known = tuple(workload for workload in workloads if left.pop(workload.uuid, None) is None)
@@ -481,5 +481,5 @@ def remove(name: str, *, catalog: Catalog | None = None, store_home: Path | None
     with open_store(store_home, read_only=True, catalog=catalog) as store:
         traces = count_traces_of(store, name)
     is_definition = name in catalog.definition_paths
-    paths = catalog.remove(name)
+    paths = writers.remove(catalog, name)
     return Removed("definition" if is_definition else "solution", name, paths, traces)

@@ -517,33 +517,25 @@ def draw_layouts(
     shapes = {name: definition.shape_of(name, axes) for name in choices.classes}
     shapes = {name: shape for name, shape in shapes.items() if shape and 0 not in shape}
     if rows is not None:
-        padded = {name: shapes[name] for name in choices.padded if name in shapes}
-        sizes = {
-            name: _row_strides(rows, shape[-1], _bytes(definition, name, dtypes)) for name, shape in padded.items()
-        }
-        drawn = {name: (*shape[:-1], generator.choice(sizes[name])) for name, shape in padded.items()}
-        return {name: spelled(contiguous_strides(extents)) for name, extents in drawn.items()}, [
-            (_LAYOUT_OF + "rows", rows)
-        ]
+        return _row_layouts(choices, shapes, dtypes, generator, rows), [(_LAYOUT_OF + "rows", rows)]
     layouts: Layouts = {}
     labels: list[Label] = []
-    free = [name for name, shape in shapes.items() if choices.classes[name] != CONTIGUOUS and math.prod(shape) > 1]
+    declared = {name: choices.classes[name] for name in shapes if choices.classes[name] != CONTIGUOUS}
+    free = [name for name in declared if math.prod(shapes[name]) > 1]
     alone = generator.choice(free) if len(free) > 1 and generator.random() < _SHARE_ALONE else None
     if alone is not None or generator.random() >= _SHARE_CONTIGUOUS:
-        for name, shape in shapes.items():
-            if choices.classes[name] == CONTIGUOUS or name != (alone or name):
-                continue
+        for name in declared if alone is None else (alone,):
             if alone is None and generator.random() >= _SHARE_LAID_OUT:
                 continue
             strides, found = draw_strides(
-                shape,
+                shapes[name],
                 _bytes(definition, name, dtypes),
-                choices.classes[name],
+                declared[name],
                 generator,
                 expandable=ties and name in choices.expandable,
                 covered={label for of, label in covered if of == _LAYOUT_OF + name},
             )
-            if strides != contiguous_strides(shape):
+            if strides != contiguous_strides(shapes[name]):
                 layouts[name] = spelled(strides)
                 labels += [(_LAYOUT_OF + name, label) for label in found]
     if alone is not None:
@@ -554,6 +546,23 @@ def draw_layouts(
         layouts |= shared
         labels = [label for label in labels if label[0].removeprefix(_LAYOUT_OF) not in shared] + [("memory", how)]
     return layouts, labels
+
+
+def _row_layouts(
+    choices: LayoutChoices,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    generator: random.Random,
+    rows: str,
+) -> Layouts:
+    """Return padded rows for every tensor that may have them."""
+    layouts: Layouts = {}
+    for name in choices.padded:
+        if name in shapes:
+            *outer, size = shapes[name]
+            stride = generator.choice(_row_strides(rows, size, _bytes(choices.definition, name, dtypes)))
+            layouts[name] = spelled(contiguous_strides((*outer, stride)))
+    return layouts
 
 
 def draw_strides(
@@ -577,23 +586,64 @@ def draw_strides(
     open_ones = [
         (d, kind) for d in leading for kind in kinds if f"{d} {kind}" not in covered and (d, kind) != (last, EXPANDED)
     ]
-    wished, wish = generator.choice(open_ones or [(-1, "")])
-    order = list(range(last + free))
-    if chance() < _SHARE_PERMUTED:
-        generator.shuffle(order)
-    if wished in order and len(order) > 1:
-        at = order.index(wished)
-        if (wish == PERMUTED and at == wished) or (wish in (BY_FEW, BY_MULTIPLE) and at == 0):
-            other = generator.choice([place for place in range(len(order)) if place != at])
-            order[at], order[other] = order[other], order[at]
+    wish = generator.choice(open_ones or [(-1, "")])
+    order = _draw_order(last + free, wish, generator)
     labels = [f"{d} {PERMUTED}" for place, d in enumerate(order) if place != d and d in leading]
     order += [] if free else [last]
-    strides, step = [0] * len(shape), 1
+    step = 1
     if free and chance() < _SHARE_STEPPED:
         step = generator.choice(_STEPS)
         labels.append("stepped")
+    strides, extent, found = _draw_extents(shape, itemsize, order, wish, generator, step=step, expandable=expandable)
+    labels += found
+    if extent > 2 * math.prod(shape) + _SPARE_ELEMENTS:
+        return contiguous_strides(shape), []
+    first = order[0]
+    may_be_far = first in leading and first != last and strides[first] and shape[first] <= _MOST_FAR
+    if may_be_far and chance() < _SHARE_FAR:
+        # A whole number of vectors, or one element more.
+        strides[first] = max(strides[first], _FAR_ELEMENTS // shape[first] // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS)
+        strides[first] += generator.choice((0, 1))
+        labels.append(f"{first} {FAR}")
+    aligned = all(stride * itemsize % _VECTOR_BYTES == 0 for stride in strides if stride > 1)
+    return tuple(strides), [*labels, "aligned" if aligned else "off"]
+
+
+def _draw_order(count: int, wish: tuple[int, str], generator: random.Random) -> list[int]:
+    """Return dimensions in the order in which they lie in memory, outermost first.
+
+    A dimension that is wished to be permuted is not at its own place. One with padding is not outermost: there it has no effect.
+    """
+    order = list(range(count))
+    if generator.random() < _SHARE_PERMUTED:
+        generator.shuffle(order)
+    dimension, kind = wish
+    if dimension in order and len(order) > 1:
+        at = order.index(dimension)
+        if (kind == PERMUTED and at == dimension) or (kind in (BY_FEW, BY_MULTIPLE) and at == 0):
+            other = generator.choice([place for place in range(len(order)) if place != at])
+            order[at], order[other] = order[other], order[at]
+    return order
+
+
+def _draw_extents(
+    shape: tuple[int, ...],
+    itemsize: int,
+    order: Sequence[int],
+    wish: tuple[int, str],
+    generator: random.Random,
+    *,
+    step: int,
+    expandable: bool,
+) -> tuple[list[int], int, list[str]]:
+    """Return the strides, the elements that they span, and their properties, from the innermost dimension outwards.
+
+    Each dimension takes as much memory as its size, or more, or none. ``step`` is the stride of the innermost one.
+    """
+    last, chance = len(shape) - 1, generator.random
+    strides, labels = [0] * len(shape), list[str]()
     for place, dimension in enumerate(reversed(order)):
-        size, wants = shape[dimension], wish if dimension == wished else ""
+        size, wants = shape[dimension], wish[1] if dimension == wish[0] else ""
         may_expand = expandable and place and dimension != last and size > 1
         if may_expand and (wants == EXPANDED or (not wants and chance() < _SHARE_EXPANDED)):
             labels.append(f"{dimension} {EXPANDED}")
@@ -606,17 +656,7 @@ def draw_strides(
             labels += [f"{dimension} {by}"] * (place < last)
         else:
             step *= size
-    if step > 2 * math.prod(shape) + _SPARE_ELEMENTS:
-        return contiguous_strides(shape), []
-    first = order[0]
-    may_be_far = first in leading and first != last and strides[first] and shape[first] <= _MOST_FAR
-    if may_be_far and chance() < _SHARE_FAR:
-        # A whole number of vectors, or one element more.
-        strides[first] = max(strides[first], _FAR_ELEMENTS // shape[first] // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS)
-        strides[first] += generator.choice((0, 1))
-        labels.append(f"{first} {FAR}")
-    aligned = all(stride * itemsize % _VECTOR_BYTES == 0 for stride in strides if stride > 1)
-    return tuple(strides), [*labels, "aligned" if aligned else "off"]
+    return strides, step, labels
 
 
 def _is_free(declared: str) -> bool:

@@ -86,7 +86,7 @@ def _operators() -> dict[str, str]:
     from tilegym_db.catalog import Catalog
     from tilegym_db.paths import shipped_root
     from tilegym_db.report.page import read_report
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
 
     catalog = Catalog((shipped_root(),))
     with shipped_store(), open_store(read_only=True) as store:

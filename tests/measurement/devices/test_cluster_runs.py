@@ -21,8 +21,8 @@ from tilegym_db.measurement.machine import Devices
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import tune
 from tilegym_db.sandbox.processes import descendants
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
+from tilegym_db.store.opening import open_store
 
 ray_cluster = pytest.importorskip("ray.cluster_utils")
 

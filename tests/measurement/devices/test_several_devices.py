@@ -19,8 +19,8 @@ from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.machine import cpu_slots
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import TuneObserver, tune
-from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
+from tilegym_db.store.opening import open_store
 from tilegym_db.verification.phases import AT_WORK, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY
 
 SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11))

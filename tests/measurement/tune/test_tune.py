@@ -23,7 +23,7 @@ from tilegym_db.measurement.tune.search import ConfigCandidate
 from tilegym_db.measurement.tune.tune import TuneObserver, TuneReport, tune
 from tilegym_db.records.solution import config_id
 from tilegym_db.resolver.resolve import resolve
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.opening import open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries.measured import best_rows, tuned_configs
 from tilegym_db.store.queries.publishing import publishable_rows

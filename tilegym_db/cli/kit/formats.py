@@ -277,7 +277,7 @@ def open_reader(*, trust: bool = False, waits: bool = False) -> Iterator[Store]:
     With ``waits``, wait for a writer in order to see all that is there.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.opening import open_store
 
     with open_store(read_only=True, catalog=Catalog.default(trust_foreign=trust), waits=waits) as store:
         if store.stale:

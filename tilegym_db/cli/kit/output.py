@@ -241,43 +241,58 @@ def lay_out(
     }
     table = _Table(columns, rows, natural, frozenset(numeric), tuple(least), frozenset(most), frozenset(key))
     full_width = _line_width(natural)
-    same: list[int] = []
-    in_blocks = False
-    if width is None or full_width <= width:
-        sizes = natural
-    else:
+    sizes, in_blocks, same = natural, False, list[int]()
+    if width is not None and full_width > width:
         shown = [index for index in shown if index not in empty] or shown[:1]
         same = table.repeated(shown)
-        chosen = [index for index in shown if columns[index] in most]
-        names = chosen if chosen and cuts_names else sorted({shown[0], *chosen})
-        sizes = _fitting(table, shown, width, [] if cuts_names else names)
-        least_left = READABLE_TEXT if cuts_names else full_width
-        readable = {i: least_left for i in shown if width < MIN_TABLE or columns[i] in (*most, *key)}
-        if table.looks_alike(shown, sizes, names, readable):
-            needed = table.needed(shown, names)
-            whole = _whole(table, shown, needed, width)
-            in_blocks = cuts_names and (
-                _line_width(whole) > width or (width < MIN_TABLE and _leaves_out(table, shown, whole))
-            )
-            sizes = {index: natural[index] for index in table.wanted(shown, needed)} if in_blocks else whole
-    shown = [*sizes]
-    if in_blocks:
-        shown.sort(key=lambda index: columns[index] in numeric or columns[index] not in most)  # names first
-    heading = shown[:1] if in_blocks else shown
-    sizes = {index: min(size, width or size) for index, size in sizes.items()} if in_blocks else sizes
-    lines = [_line([columns[index] for index in heading], heading, sizes, numeric, columns)]
-    lines.append("-" * (width or 0) if in_blocks else "-" * _line_width(sizes))
-    for row in rows:
-        if in_blocks:
-            lines += _block([(columns[index], row[index]) for index in shown], width or 0)
-        else:
-            lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
-        for index in below:
-            lines += _wrapped(row[index], width or 0)
-    absent = [index for index in range(len(columns)) if index not in shown and index not in (*below, *empty)]
+        sizes, in_blocks = _sizes_within(table, shown, width, cuts_names=cuts_names)
+    lines = (
+        _lines_of_blocks(table, sizes, below, width or 0) if in_blocks else _lines_of_rows(table, sizes, below, width)
+    )
+    absent = [index for index in range(len(columns)) if index not in (*sizes, *below, *empty)]
     repeated = [index for index in absent if index in same]
     dropped = tuple(columns[index] for index in absent if index not in repeated)
     return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated), full_width)
+
+
+def _sizes_within(table: _Table, shown: list[int], width: int, *, cuts_names: bool) -> tuple[dict[int, int], bool]:
+    """Return the width of each column that stays, and True if a row is a block of lines; see :func:`lay_out`."""
+    chosen = [index for index in shown if table.columns[index] in table.most]
+    names = chosen if chosen and cuts_names else sorted({shown[0], *chosen})
+    sizes = _fitting(table, shown, width, [] if cuts_names else names)
+    least_left = READABLE_TEXT if cuts_names else _line_width(table.natural)
+    of_names = (*table.most, *table.key)
+    readable = {i: least_left for i in shown if width < MIN_TABLE or table.columns[i] in of_names}
+    if not table.looks_alike(shown, sizes, names, readable):
+        return sizes, False
+    needed = table.needed(shown, names)
+    whole = _whole(table, shown, needed, width)
+    fits = _line_width(whole) <= width and not (width < MIN_TABLE and _leaves_out(table, shown, whole))
+    if fits or not cuts_names:
+        return whole, False
+    return {index: table.natural[index] for index in table.wanted(shown, needed)}, True
+
+
+def _lines_of_rows(table: _Table, sizes: Mapping[int, int], below: Sequence[int], width: int | None) -> list[str]:
+    """Return the heading, a rule, and a line per row; the columns of :func:`lay_out`'s prose are below their row."""
+    shown, numeric, columns = [*sizes], table.numeric, table.columns
+    lines = [_line([columns[index] for index in shown], shown, sizes, numeric, columns), "-" * _line_width(sizes)]
+    for row in table.rows:
+        lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
+        lines += [line for index in below for line in _wrapped(row[index], width or 0)]
+    return lines
+
+
+def _lines_of_blocks(table: _Table, natural: Mapping[int, int], below: Sequence[int], width: int) -> list[str]:
+    """Return the heading of the first column, a rule, and a block of lines per row, names first."""
+    columns, numeric = table.columns, table.numeric
+    shown = sorted(natural, key=lambda index: columns[index] in numeric or columns[index] not in table.most)
+    sizes = {index: min(size, width) for index, size in natural.items()}
+    lines = [_line([columns[shown[0]]], shown[:1], sizes, numeric, columns), "-" * width]
+    for row in table.rows:
+        lines += _block([(columns[index], row[index]) for index in shown], width)
+        lines += [line for index in below for line in _wrapped(row[index], width)]
+    return lines
 
 
 @dataclass(frozen=True)
