@@ -161,7 +161,7 @@ def _check_memory(definition: Definition, axes: Mapping[str, int], device: str) 
         needed += 3 * _elements(definition, name, bound) * storage_dtype(definition.inputs[name].dtype).itemsize
     for name, spec in definition.outputs.items():  # the truth is in float64
         needed += _elements(definition, name, bound) * (3 * storage_dtype(spec.dtype).itemsize + 8)
-    free = free_memory() if device == CPU else torch.cuda.mem_get_info(device)[0]
+    free = free_memory() if device == CPU else torch.cuda.mem_get_info(device)[1]
     if needed > free:
         raise StoreError(
             f"its contents take at least {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free.",
