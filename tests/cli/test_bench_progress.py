@@ -5,7 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tilegym_db.cli.kit.progress import Progress
+
+
+def test_message_in_a_file_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    trace: Any = SimpleNamespace(status="REJECTED", solution="mine", reason="word " * 60 + "end")
+    with Progress() as progress:
+        progress.observer().traced(trace)
+        progress.observer().starting(trace.reason)
+    assert [line[-3:] for line in capfd.readouterr().err.splitlines()] == ["end", "end"]
 
 
 def test_bar_of_a_second_plan_starts_at_zero() -> None:

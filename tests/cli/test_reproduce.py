@@ -21,6 +21,11 @@ def test_expanded_inputs_and_shared_memory_are_reproduced(place, cli, row_scale)
     assert (result.code, "status: PASSED" in result.out) == (0, True), result.err
 
 
+def test_passing_case_names_the_run_that_may_have_failed(cli, row_scale):
+    passed = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1")
+    assert "tilegym-db bench row_scale_stock --gpu cpu --force" in passed.err
+
+
 def test_memory_of_an_unknown_tensor_is_refused_by_name(cli, row_scale):
     place = "x=strided(8, 1)@y+0"
     result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", place)

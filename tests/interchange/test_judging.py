@@ -124,6 +124,20 @@ def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> N
         draw_contents(found, given.definition, workload(m=1 << 40), 0, "cpu")
 
 
+@pytest.mark.turn("tilegym_db/judging/")  # judges in workers
+def test_workload_beyond_memory_leaves_the_others_judged(tree: Tree, home: Path) -> None:
+    """Every tensor of the large one could be allocated; together, the kernel would end the process."""
+    from tilegym_db.judging.judging import judge_data_set
+    from tilegym_db.measurement.machine import select_machine
+    from tilegym_db.sandbox.processes import free_memory
+
+    tree.write(WORKLOADS, lines(of_workload(workload("large", free_memory() // 100)), of_workload(workload())))
+    judgements = judge_data_set(import_data_set(tree.root).data_set, select_machine("cpu"))
+    assert {item.workload: item.status for item in judgements} == {"large": "NOT_RUN", "w-1": "PASSED"}
+    (reason,) = (item.reason for item in judgements if item.workload == "large")
+    assert "GB of memory" in reason
+
+
 def test_a_judgement_whose_reason_holds_a_line_separator_is_kept(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import Judgement, keep_judgements, kept_judgements
 

@@ -75,6 +75,7 @@ def test_expression_that_cannot_be_inverted_waits_for_a_tensor() -> None:
     [
         ({"weight": tensor(7)}, "size_differs", "dimension 0 of 'weight'"),
         ({"weight": tensor(8, 1)}, "rank_differs", "'weight' of op"),
+        ({"x": tensor(2, 3, 4, 8)}, "rank_differs", "x.flatten(0, 2)"),
         ({"weight": tensor(8, dtype="float32")}, "dtype_differs", "'weight' of op"),
         ({"x": tensor(4, 8, dtype="int8"), "weight": tensor(8, dtype="int8")}, "dtype_not_allowed", "'int8'"),
         ({"eps": tensor(1)}, "scalar_expected", "'eps' of op"),

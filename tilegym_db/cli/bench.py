@@ -258,7 +258,7 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     from tilegym_db.measurement.plan import VERIFICATION, summarise
     from tilegym_db.records.verdicts import MACHINE_SLOW, is_wrong
 
-    console = Console()
+    console = Console(soft_wrap=True)
     rows = summarise(report.traces)
     if rows:
         console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
@@ -288,14 +288,14 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
             step = f"Next, once the machine is less busy: tilegym-db {again}"
         else:
             step = f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
-        console.print(f"traces: {counts}. {escape(step)}", highlight=False, soft_wrap=True)
+        console.print(f"traces: {counts}. {escape(step)}", highlight=False)
         return
     if report.drafts:
         command = next(iter(report.drafts.values())).add_command
-        console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False, soft_wrap=True)
+        console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False)
         return
     after = _next_command(report, tried, asked, screens=screens)
-    console.print(f"traces: {counts}. Next: tilegym-db {escape(after)}", highlight=False, soft_wrap=True)
+    console.print(f"traces: {counts}. Next: tilegym-db {escape(after)}", highlight=False)
 
 
 def _next_command(report: BenchReport, tried: Sequence[Trace], asked: str, *, screens: bool) -> str:

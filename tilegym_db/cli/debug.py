@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -209,7 +210,7 @@ def reproduce_command(
     refuse_absent_gpu(gpu)
     from tilegym_db.measurement.drafts import catalog_with, with_candidates
 
-    sizes, values = parse_axes(axes), parse_scalars(scalar)
+    sizes, values, given = parse_axes(axes), parse_scalars(scalar), name
     places = parse_pairs("--layout", layout)
     with catalog_with(name, with_candidates(), implements) as (name, catalog):
         definition = catalog.definition(catalog.solution(name).record.definition)
@@ -232,6 +233,12 @@ def reproduce_command(
     _print(describe(result), as_json)
     if result.failure is not None:
         raise typer.Exit(1)
+    if result.verdict is not None:
+        of = "" if implements is None else f" -d {shlex.quote(implements)}"
+        note(
+            "this call alone passes. If it failed in a run, calls before it are part of the cause: something is kept from call "
+            f"to call. To repeat the run: tilegym-db bench {shlex.quote(given)}{of} --gpu {gpu} --force"
+        )
 
 
 def _print(answer: Mapping[str, Any], as_json: bool) -> None:

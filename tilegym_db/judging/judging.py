@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,8 +47,10 @@ from tilegym_db.records import Definition, Trace
 from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.workload import Case
+from tilegym_db.sandbox.processes import free_memory
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.sandbox.shared_buffers import storage_dtype
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
@@ -132,6 +135,7 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
     with scratch_folder() as scratch:
         folder = Path(scratch)
         try:
+            _check_memory(definition, _own_axes(task), task.machine.device)
             inputs = draw_contents(task.found, definition, task.workload, seed, task.machine.device, task.base)
             unchecked = _check_constraints(task, inputs)
             scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
@@ -147,6 +151,26 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
             return
         for number, item in enumerate(solutions):
             yield _judge_solution(task, item, given, folder / str(number), unchecked)
+
+
+def _check_memory(definition: Definition, axes: Mapping[str, int], device: str) -> None:
+    """Refuse contents larger than the memory: on a CPU, the kernel would end this process instead of the allocation."""
+    needed, bound = 0, definition.bind_axes(axes)
+    # A tensor lies here, in memory shared with the worker, and in the copy that shows what a call wrote.
+    for name in definition.tensor_inputs:
+        needed += 3 * _elements(definition, name, bound) * storage_dtype(definition.inputs[name].dtype).itemsize
+    for name, spec in definition.outputs.items():  # the truth is in float64
+        needed += _elements(definition, name, bound) * (3 * storage_dtype(spec.dtype).itemsize + 8)
+    free = free_memory() if device == CPU else torch.cuda.mem_get_info(device)[1]
+    if needed > free:
+        raise StoreError(
+            f"its contents take at least {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free.",
+            code="memory_short",
+        )
+
+
+def _elements(definition: Definition, name: str, axes: Mapping[str, int]) -> int:
+    return math.prod(definition.shape_of(name, axes))
 
 
 def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ class Confined:
         except WorkerTimeout as error:
             return Failure("TIMEOUT", f"'{op}' did not finish within {FIRST_CALL_S:g} s", str(error))
         except WorkerDied as error:
-            return Failure("RUNTIME_ERROR", f"the worker died during '{op}'", str(error))
+            return Failure("RUNTIME_ERROR", f"during '{op}': {str(error).partition(chr(10))[0]}", str(error))
         if reply.ok:
             return reply
         return Failure(reply.failed_as, f"'{op}' raised: {reply.summary}", reply.error)

@@ -253,10 +253,11 @@ def _dimensions(
         spec = definition.inputs.get(name) or definition.outputs[name]
         entries, packed = spec.shape or (), is_packed(spec, definition.dtypes)
         if len(entries) != len(shape):
-            spelled = ", ".join(str(entry) for entry in entries)
+            spelled, further = ", ".join(str(entry) for entry in entries), len(shape) - len(entries)
+            merged = f" Merge its first dimensions: {name}.flatten(0, {further})." if entries and further > 0 else ""
             raise UsageError(
                 f"'{name}' of {definition.name} has {len(entries)} dimensions [{spelled}], not {len(shape)} "
-                f"(its shape is {list(shape)}).",
+                f"(its shape is {list(shape)}).{merged}",
                 code="rank_differs",
             )
         for index, (entry, size) in enumerate(zip(entries, shape, strict=True)):

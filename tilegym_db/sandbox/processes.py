@@ -82,6 +82,26 @@ def available_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()]) // host_share()
 
 
+def free_memory() -> int:
+    """Return the bytes that this process may hold now: what is free for it, and what it holds already.
+
+    Beyond that, the kernel of Linux ends a process instead of refusing the allocation.
+    """
+    return min(
+        available_memory(), _linux_bytes("/proc/meminfo", "MemAvailable:") + _linux_bytes("/proc/self/status", "VmRSS:")
+    )
+
+
+def _linux_bytes(file: str, key: str) -> int:
+    """Return a size that Linux states in kB; more than any machine has if it states none."""
+    try:
+        lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 1 << 62
+    found = [line.split()[1] for line in lines if line.startswith(key)]
+    return int(found[0]) * 1024 if found else 1 << 62
+
+
 def available_processors(root: Path = Path("/")) -> int:
     """Return the number of processors that this process may use at once, at least 1; ``root`` is for tests.
 

@@ -23,7 +23,7 @@ from tilegym_db.records.definition_parts import layout_strides, shared_place
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.workload import Case
-from tilegym_db.sandbox.processes import available_memory
+from tilegym_db.sandbox.processes import free_memory
 from tilegym_db.sandbox.shared_buffers import SlotPlan, plan_slot, storage_dtype
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.conditioning import Uncertainties, may_be_moved
@@ -759,7 +759,7 @@ class WorkloadContents:
         kept = 1 if self.is_fixed or (self._is_large and not self.definition.in_place) else len(CONTENT_SETS)
         needed = kept * (inputs + self._bytes_of_oracle)
         device = self.cache.device
-        available = available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[1]
+        available = free_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[1]
         if needed > available:
             raise StoreError(
                 f"the contents of this workload need {needed / 1e9:.1f} GB of memory, and there are {available / 1e9:.1f} GB.",

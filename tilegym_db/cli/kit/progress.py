@@ -25,6 +25,7 @@ class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
         """Create the bar. With ``quiet`` nothing is shown."""
         self._console = Console(stderr=True, quiet=quiet)
+        self._console.soft_wrap = not self._console.is_terminal  # a line of a file is searched whole
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
