@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from cut_models import Hybrid, Mixer, Odd, Ramp, greedy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilegym_db import patch
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.cut import cut
-from tilegym_db.loop.from_model import Piece, stock_times, why_no_task
+from tilegym_db.loop.cut import WORD, cut, why_not_cut
+from tilegym_db.loop.from_model import Piece, pieces_of, stock_times, why_no_task
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.models.called_functions import Seam, function_seams
+from tilegym_db.models.found import GLUE, LIBRARY, LOOKUP
+from tilegym_db.models.handle import IN_GRAPHS
 from tilegym_db.scaffold.solution_draft import stock_solution_files
 from tilegym_db.store.filling import ingest
 from tilegym_db.store.opening import open_store
@@ -118,6 +122,25 @@ def test_reason_is_given_if_a_model_cannot_be_cut(ids: torch.Tensor) -> None:
     }
 
 
+class Scores(torch.nn.Linear):
+    """A module without submodules whose forward calls that of its base class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
+def test_call_of_a_base_class_is_named() -> None:
+    found = why_not_cut(torch.nn.Sequential(Scores(4, 4)), Seam(Scores))
+    assert found == "its forward calls super(), so its code is not the whole computation"
+
+
+def test_capitals_in_a_row_are_one_word_of_a_drafted_name() -> None:
+    names = ["GELUTanh", "Llama4TextL2Norm", "Qwen3VLVisionMLP", "forward_of"]
+    assert [re.sub(WORD, "_", name).lower() for name in names] == [
+        "gelu_tanh", "llama4_text_l2_norm", "qwen3_vl_vision_mlp", "forward_of",
+    ]  # fmt: skip
+
+
 def test_reason_without_a_task_says_what_to_do(model: Hybrid) -> None:
     reasons = [
         why_no_task(model, Piece("part", 0.5, 1, module_class=cls, function=function))
@@ -129,6 +152,17 @@ def test_reason_without_a_task_says_what_to_do(model: Hybrid) -> None:
         "no definition describes it; --drafts DIR of task from-model writes a draft of one",
         "a PyTorch call; no definition describes it",
     ]
+
+
+def test_reasons_are_those_of_the_report_of_a_patch() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
+    found = {piece.part: piece.reason for piece in pieces_of(model, torch.ones(1, 8).long(), "llama").pieces}
+    told = {one.module_class: one.reason for one in patch(model, dry_run=True).report().undescribed}
+    assert found["Embedding"] == told["Embedding"] == LOOKUP
+    assert found["LlamaModel"] == GLUE
+    assert "LlamaModel" not in told
+    assert (found["Linear"], told["Linear"]) == (IN_GRAPHS, LIBRARY)  # nothing of this model runs in graphs on a CPU
 
 
 def test_function_has_its_time_apart_from_its_module(model: Hybrid, ids: torch.Tensor) -> None:

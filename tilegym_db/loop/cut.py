@@ -44,6 +44,8 @@ OTHER_BATCH, MORE_TOKENS = 3, 13
 FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 PLAIN = (bool, int, str, type(None), torch.dtype)
 AXES = "MNKHDEFGIJLPQRTUVWXYZ"
+WORD = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+"""Where a word begins in the name of a class; capitals in a row are one word."""
 OWN = "own_"
 """Beginning of the name of a module's attribute in the draft of its reference."""
 
@@ -235,6 +237,8 @@ def _functions_used(code: FunctionType) -> list[FunctionType]:
 
 def _module_part(module: Module, code: FunctionType) -> _Part | str:
     """Return a module without submodules as a part: its attributes become parameters."""
+    if code.__code__.co_freevars == ("__class__",):
+        return "its forward calls super(), so its code is not the whole computation"
     if code.__closure__:
         return "its forward reads variables of a function around it"
     known = {name: value for name, value in methods(type(module)).items() if isinstance(value, FunctionType)}
@@ -467,7 +471,7 @@ def _drafted(
         return layouts
     module = "" if seam.function else seam.module_class.__name__
     code = DraftedCode(
-        name=re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", module or part.code.__name__).lower().strip("_"),
+        name=re.sub(WORD, "_", module or part.code.__name__).lower().strip("_"),
         description=f"The computation of {seam.name}, cut out of {tag or 'a model'}.",
         source=source_of(seam.module_class if module else part.code),
         text=part.source(fixed),

@@ -28,9 +28,11 @@ from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.called_functions import Seam, function_seams
 from tilegym_db.models.capture import ModelInputs, forward_arguments, of_one_gpu, random_inputs, typical_inputs
-from tilegym_db.models.found import NO_DEFINITION, ModuleGroup
+from tilegym_db.models.found import GLUE, LIBRARY, NO_DEFINITION, ModuleGroup, undescribed
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
+from tilegym_db.models.handle import IN_GRAPHS
 from tilegym_db.models.patch import PatchOptions, discover, keep_workloads, model_tag, patch_what_fits
+from tilegym_db.models.products import LINEAR, Operators
 from tilegym_db.models.random_model import build_model, config_content, load_config
 from tilegym_db.published.entries import spelled_bits, why_not_as_required
 from tilegym_db.published.table import table_for
@@ -187,7 +189,7 @@ def why_no_task(model: Any, piece: Piece) -> str:
         return f"no task: the profiled call does not call {piece.definition}"
     reason = piece.reason or NO_DEFINITION
     if _is_of_torch(piece):
-        return f"a PyTorch call; {reason}"
+        return piece.reason or f"a PyTorch call; {NO_DEFINITION}"
     assert piece.module_class is not None, "only PyTorch calls have none"
     refused = why_not_cut(model, Seam(piece.module_class, piece.function))
     if refused:
@@ -233,6 +235,7 @@ def pieces_of(
     catalog = Catalog.default().requiring(required)
     measured, total_us = times or stock_times(model, inputs)
     described = discover(model, catalog)
+    others = _undescribed(model, described, catalog)
     served, captured = _calls(model, inputs, catalog)
     kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
@@ -265,10 +268,22 @@ def pieces_of(
                 )
             )
         if not matched:
-            reason = "; ".join(reasons)
+            reason = "; ".join(reasons) or ("" if item.function else others.get(item.module_class.__name__, ""))
             piece = Piece(name, share, item.calls, reason=reason, module_class=item.module_class)
             pieces.append(replace(piece, function=item.function))
     return ModelPieces(tag, time_of(model), total_us, pieces)
+
+
+def _undescribed(model: Any, described: Sequence[ModuleGroup], catalog: Catalog) -> dict[str, str]:
+    """Return the reason for each class of modules that no Definition describes, as in the report of a patch.
+
+    Classes without a row there only pass tensors on, and that takes time too.
+    """
+    found = {type(module).__name__: GLUE for module in model.modules() if module._modules}
+    found |= {one.module_class: one.reason for one in undescribed(model, described)}
+    if found.get(LINEAR) == LIBRARY and Operators.of(catalog).one:
+        found[LINEAR] = IN_GRAPHS
+    return found
 
 
 def _is_about(group: ModuleGroup, item: ModuleTime, functions: Collection[str]) -> bool:

@@ -300,6 +300,7 @@ NO_DEFINITION = "no definition describes it"
 GLUE = "sums, products, masks or copies between its submodules; no definition describes them"
 ADDED = "added to the model after the patch (PEFT copies modules_to_save); unpatch() and patch() again to serve it"
 LIBRARY = "a library call; no definition describes it"
+LOOKUP = "a library call; patch leaves look-ups of embeddings to it"
 PRODUCTS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 IDLE = (torch.nn.Identity, torch.nn.Dropout, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 COMPUTES = {
@@ -375,6 +376,8 @@ def _reason(module: torch.nn.Module) -> str:
         return ""
     if isinstance(module, PRODUCTS) and _is_of_library(type(module)):
         return LIBRARY
+    if isinstance(module, torch.nn.Embedding) and _is_of_library(type(module)):
+        return LOOKUP
     has_weights = any(value is not None for value in module._parameters.values())
     cls: Any = type(module)
     names, combines = _own_code(cls)

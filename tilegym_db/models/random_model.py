@@ -232,7 +232,9 @@ def check_fits(model: torch.nn.Module, device: str) -> None:
     if weights > available_bytes(device) and repeated is not None and len(repeated) and _weights(repeated):
         free = available_bytes(device) - (weights - _weights(repeated))
         layers = max(0, min(len(repeated), int(free * len(repeated) // _weights(repeated))))
-        fix = f"{layers} of its {len(repeated)} layers would fit{f': --layers {layers}' if layers else ''}."
+        fix = f"{layers} of its {len(repeated)} layers would fit: --layers {layers}."
+        if not layers:
+            fix = f"None of its {len(repeated)} layers would fit. Run this on a machine with more memory, or take a smaller model."
     _check_bytes(weights, device, "the weights", fix)
 
 
