@@ -10,7 +10,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-LEAST_SCORE = -1e30  # where the largest score starts: finite, so that no difference of two is NaN
+LEAST_SCORE = -3.4028234663852886e38  # where the largest score starts: finite, so that no difference of two is NaN
 MASSIVE = 2.0**28  # scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 

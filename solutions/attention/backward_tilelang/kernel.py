@@ -11,7 +11,7 @@ import tilelang.language as T
 import torch
 
 LOG2_E = 1.4426950408889634
-LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that differences of it are no NaN
+LEAST_SCORE = -3.4028234663852886e38  # of a row that has seen no key: finite, so that differences of it are no NaN
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 
 

@@ -1,7 +1,7 @@
 """Attention to all keys with shared key heads, cuTile: a block of positions of a query head, keys streamed once by TMA.
 
-The running softmax is in base 2. Its largest score starts at a finite number, so that no difference of two is NaN. A head of 72,
-80 or 96 is 64 columns and a narrow rest, because a tile of 128 would do up to 1.8 times the work.
+The running softmax is in base 2. Its largest score starts at the least finite number, so that no difference of two is NaN. A head
+of 72, 80 or 96 is 64 columns and a narrow rest, because a tile of 128 would do up to 1.8 times the work.
 """
 
 import math
@@ -18,7 +18,7 @@ ZERO = ct.PaddingMode.ZERO
 
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
-LEAST_SCORE = -1e30
+LEAST_SCORE = -3.4028234663852886e38
 MASSIVE = 2.0**28
 """Scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8."""
 

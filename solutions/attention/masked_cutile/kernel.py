@@ -2,7 +2,7 @@
 
 A prompt is computed in blocks of queries. A single position has its keys dealt out among blocks.
 
-The running softmax is in base 2. Its largest score starts at a finite number, so that no difference of two is NaN.
+The running softmax is in base 2. Its largest score starts at the least finite number, so that no difference of two is NaN.
 """
 
 import math
@@ -20,7 +20,7 @@ ZERO = ct.PaddingMode.ZERO
 
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
-LEAST_SCORE = -1e30
+LEAST_SCORE = -3.4028234663852886e38
 MASSIVE = 2.0**28
 """Scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8."""
 MOST_SPLITS = 64

@@ -1,7 +1,7 @@
 """Attention with values of another width than the keys, cuTile: of whole sequences, causal, and of one position.
 
 Keys of 129 to 192 columns are two tiles, of 128 and of 64 columns: sizes of tiles are powers of two. The running softmax is in
-base 2. Its largest score starts at a finite number, so that no difference of two is NaN.
+base 2. Its largest score starts at the least finite number, so that no difference of two is NaN.
 """
 
 import math
@@ -18,7 +18,7 @@ ZERO = ct.PaddingMode.ZERO
 
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
-LEAST_SCORE = -1e30
+LEAST_SCORE = -3.4028234663852886e38
 MASSIVE = 2.0**28
 """Scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8."""
 MOST_SPLITS = 64

@@ -1,6 +1,6 @@
 """Attention to latents, cuTile: they are keys and values of all heads, their positions are split among blocks.
 
-The running softmax is in base 2. Its largest score starts at a finite number, so that no difference of two is NaN.
+The running softmax is in base 2. Its largest score starts at the least finite number, so that no difference of two is NaN.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ ZERO = ct.PaddingMode.ZERO
 
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
-LEAST_SCORE = -1e30
+LEAST_SCORE = -3.4028234663852886e38
 MOST_SPLITS = 64
 FEW_POSITIONS = 256
 """Up to so many are not split: a second launch should take longer than their few steps. Not measured."""

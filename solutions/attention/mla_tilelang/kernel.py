@@ -12,7 +12,7 @@ import tilelang.language as T
 import torch
 
 LOG2_E = 1.4426950408889634
-LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that differences of it are no NaN
+LEAST_SCORE = -3.4028234663852886e38  # of a row that has seen no key: finite, so that differences of it are no NaN
 NEVER_BARRIER = 15  # a named barrier at which nothing arrives
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 L2_BYTES = 50 << 20  # of an H100 or H200

@@ -128,7 +128,7 @@ def _packed_attention(
         q = -q
         q_rest = -q_rest
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-    offset = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
+    offset = tl.full([BLOCK_M], -3.4028234663852886e38, dtype=tl.float32)
     # 4. Keys that every query of the block sees, then the others.
     whole, last = L // BLOCK_N * BLOCK_N, L
     if CAUSAL:
