@@ -27,7 +27,14 @@ from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.called_functions import Seam, function_seams
-from tilegym_db.models.capture import ModelInputs, forward_arguments, of_one_gpu, random_inputs, typical_inputs
+from tilegym_db.models.capture import (
+    ModelInputs,
+    forward_arguments,
+    of_one_gpu,
+    random_inputs,
+    typical_inputs,
+    unreached_parts,
+)
 from tilegym_db.models.found import GLUE, LIBRARY, NO_DEFINITION, ModuleGroup, undescribed
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.handle import IN_GRAPHS
@@ -124,6 +131,8 @@ class ModelPieces:
     time_of: str
     total_us: float
     pieces: list[Piece] = field(default_factory=list)
+    unreached: tuple[str, ...] = ()
+    """The parts that the profiled call did not run."""
 
 
 def tasks_from_model(
@@ -153,6 +162,7 @@ def tasks_from_model(
     model = build_model(config, machine.device, dtype)
     inputs = typical_inputs(model, 1, prompt)
     found = pieces_of(model, inputs, model_tag(path))
+    found.unreached = unreached_parts(model, inputs)
     outcomes = []
     for piece in found.pieces:
         try:
@@ -506,11 +516,14 @@ class Recommendation:
     gpu: str
     calls: tuple[Recommended, ...]
     model_runs: tuple[dict[str, Any], ...]
+    unreached: tuple[str, ...] = ()
+    """The parts that the captured calls did not run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content."""
         calls = [asdict(call) for call in self.calls]
-        return {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
+        found = {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
+        return {**found, "unreached": list(self.unreached)}
 
 
 def recommend(
@@ -534,8 +547,10 @@ def recommend(
     config = of_one_gpu(load_config(path, layers), parallel)
     with _without_advice():
         model = build_model(config, "cpu", dtype)
-        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
-    handle.unpatch()
+        inputs = random_inputs(model, 1, prompt)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=inputs))
+        handle.unpatch()
+        unreached = unreached_parts(model, inputs)
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]
     with open_store(read_only=True) as store:
         awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
@@ -549,6 +564,7 @@ def recommend(
         gpu,
         tuple(match(call, verified, catalog, gpu, required, awards) for call in handle.workloads),
         tuple(runs),
+        unreached,
     )
 
 
