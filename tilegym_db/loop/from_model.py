@@ -53,6 +53,8 @@ from tilegym_db.store.queries.loop import award_rows, model_run_rows
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""
+WITH_ACTIVATION = ("mlp", "experts")
+"""The kinds of parts whose kernels compute the activations in them."""
 Match = Literal["exact", "by layout adapter", "none"]
 StockTimes = tuple[list[ModuleTime], float]
 
@@ -77,6 +79,8 @@ class Piece:
     module_class: type[torch.nn.Module] | None = None
     function: str = ""
     """The function, as a :class:`Seam` names it; empty for the modules."""
+    inside: str = ""
+    """The Definitions whose kernels compute this too, such as the activation of an MLP. A kernel for it alone serves nobody."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content, one row of a table."""
@@ -183,7 +187,7 @@ def _outcome(
         return f"served by a verified kernel of {piece.definition}"
     if piece.definition and piece.workloads:
         return f"task {_task(piece, machine, language).id}"
-    if drafts is None or piece.definition or _is_of_torch(piece):
+    if drafts is None or piece.definition or piece.inside or _is_of_torch(piece):
         return why_no_task(model, piece)
     assert piece.module_class is not None, "only PyTorch calls have none"
     found = cut(model, Seam(piece.module_class, piece.function), inputs, tag)
@@ -197,6 +201,8 @@ def why_no_task(model: Any, piece: Piece) -> str:
     """Return the reason why no task can be made for a piece that no kernel serves, and what to do about it."""
     if piece.definition and not piece.workloads:
         return f"no task: the profiled call does not call {piece.definition}"
+    if piece.inside:
+        return f"no task: kernels of {piece.inside} compute it too"
     reason = piece.reason or NO_DEFINITION
     if _is_of_torch(piece):
         return piece.reason or f"a PyTorch call; {NO_DEFINITION}"
@@ -245,7 +251,7 @@ def pieces_of(
     catalog = Catalog.default().requiring(required)
     measured, total_us = times or stock_times(model, inputs)
     described = discover(model, catalog)
-    others = _undescribed(model, described, catalog)
+    others, inside = _undescribed(model, described, catalog), _inside(model, described)
     served, captured = _calls(model, inputs, catalog)
     kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
@@ -280,7 +286,8 @@ def pieces_of(
         if not matched:
             reason = "; ".join(reasons) or ("" if item.function else others.get(item.module_class.__name__, ""))
             piece = Piece(name, share, item.calls, reason=reason, module_class=item.module_class)
-            pieces.append(replace(piece, function=item.function))
+            within = "" if item.function else inside.get(item.module_class, "")
+            pieces.append(replace(piece, function=item.function, inside=within))
     return ModelPieces(tag, time_of(model), total_us, pieces)
 
 
@@ -294,6 +301,22 @@ def _undescribed(model: Any, described: Sequence[ModuleGroup], catalog: Catalog)
     if found.get(LINEAR) == LIBRARY and Operators.of(catalog).one:
         found[LINEAR] = IN_GRAPHS
     return found
+
+
+def _inside(model: Any, described: Sequence[ModuleGroup]) -> dict[type[torch.nn.Module], str]:
+    """Return the Definitions of the MLPs or experts that have all modules of a class without weights as their submodules."""
+    owners = {
+        id(module): group.definition
+        for group in described
+        if group.kind in WITH_ACTIVATION and group.definition and not group.reason
+        for module in group.modules
+    }
+    found: dict[type[torch.nn.Module], list[str]] = {}
+    for module in model.modules():
+        for child in module.children():
+            if not child._modules and not child._parameters:
+                found.setdefault(type(child), []).append(owners.get(id(module), ""))
+    return {cls: ", ".join(sorted(set(names))) for cls, names in found.items() if all(names)}
 
 
 def _is_about(group: ModuleGroup, item: ModuleTime, functions: Collection[str]) -> bool:
