@@ -157,11 +157,15 @@ def test_reason_without_a_task_says_what_to_do(model: Hybrid) -> None:
 def test_reasons_are_those_of_the_report_of_a_patch() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
-    found = {piece.part: piece.reason for piece in pieces_of(model, torch.ones(1, 8).long(), "llama").pieces}
+    pieces = pieces_of(model, torch.ones(1, 8).long(), "llama").pieces
+    found = {piece.part: piece.reason for piece in pieces}
     told = {one.module_class: one.reason for one in patch(model, dry_run=True).report().undescribed}
     assert found["Embedding"] == told["Embedding"] == LOOKUP
     assert found["LlamaModel"] == GLUE
     assert "LlamaModel" not in told
+    (activation,) = [piece for piece in pieces if piece.part == "SiLUActivation"]
+    assert why_no_task(model, activation) == "no task: kernels of swiglu compute it too"
+    assert {piece.inside for piece in pieces if piece is not activation} == {""}
     assert (found["Linear"], told["Linear"]) == (IN_GRAPHS, LIBRARY)  # nothing of this model runs in graphs on a CPU
 
 

@@ -172,3 +172,5 @@ def test_fit_names_each_reason_and_its_config_once(capsys: pytest.CaptureFixture
     assert sum(line.startswith("40.0% LlamaAttention: ") for line in told) == 1
     assert "20.0% Linear: no definition describes it" in told
     assert told[-1] == "Next: tilegym-db task from-model 'my models/config.json'"
+    print_report(report, Path("my models/config.json"), asked={"--dtype": "float32", "--layers": "2"})
+    assert capsys.readouterr().err.splitlines()[-1] == f"{told[-1]} --dtype float32 --layers 2"

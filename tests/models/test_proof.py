@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tilegym_db import Catalog, Definition, patch, patched
 from tilegym_db.errors import UsageError
 from tilegym_db.models.call_site import HELD
-from tilegym_db.models.capture import CapturedCall, captured_calls, copied, new_workloads, workload_of
+from tilegym_db.models.capture import (
+    CapturedCall,
+    captured_calls,
+    copied,
+    new_workloads,
+    of_unreached,
+    unreached_parts,
+    workload_of,
+)
 from tilegym_db.models.proof import allowed_error
 from tilegym_db.records import Workload
 from tilegym_db.records.definition import LIMITS
@@ -276,6 +285,26 @@ def test_capture_runs_stock_code_and_leaves_no_hook(poison: Catalog, logits: Any
     assert logits(model, ids).isnan().all()  # and serves as before
     handle.unpatch()
     assert torch.equal(logits(model, ids), stock)
+
+
+def test_parts_that_tokens_do_not_run_are_named() -> None:
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3VLConfig(
+        text_config={**text, "num_key_value_heads": 1, "vocab_size": 64},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    )
+    model: Any = Qwen3VLForConditionalGeneration(config).eval()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert unreached_parts(model, ids) == ("model.visual (Qwen3VLVisionModel)",)
+    assert unreached_parts(model.model.language_model, ids) == ()
+    assert of_unreached(()) == ""
 
 
 def _is_tensor(value: Any) -> bool:

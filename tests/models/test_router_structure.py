@@ -37,12 +37,13 @@ ROUTERS = {
     "Ernie4_5_MoeTopKRouter": ("ernie4_5_moe", "ernie4_5_moe", "topk_softmax_bias"),
     "LongcatFlashTopkRouter": ("longcat_flash", "longcat_flash", "topk_softmax_bias"),
     "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe", "topk_sigmoid_bias_rounded"),
+    "Gemma4TextRouter": ("gemma4", "gemma4_text", "topk_softmax"),
 }
 OTHERS = {
     "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),
 }
 SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
+COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k", "top_k_experts")
 pytestmark = [
     pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers has not all of them"),
     pytest.mark.sweep,
@@ -101,7 +102,8 @@ def test_a_router_of_other_code_is_served_with_its_own_results(name: str, dtype:
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
         assert_same(call(module, dtype), stock)
     widens = dtype != torch.float32 and product_of(cls.forward) is not None
-    assert handle.report().hits() == {ROUTERS[name][2]: 1} | ({"gemm_widened": 1} if widens else {})
+    others = ({"gemm_widened": 1} if widens else {}) | ({"rms_norm": 1} if hasattr(module, "norm") else {})
+    assert handle.report().hits() == {ROUTERS[name][2]: 1} | others
     assert type(module) is cls
     assert vars(module) == held
     assert all(torch.equal(got, want) for got, want in zip(call(module, dtype), stock, strict=True))
@@ -130,6 +132,16 @@ def test_settings_that_change_after_the_patch_are_honoured(name: str, kernels: C
     assert_same(found, call(module))
     assert found[2].shape[-1] == 2
     assert handle.report().kernel_calls == 1
+
+
+def test_a_setting_of_a_config_is_read_at_each_call(kernels: Catalog) -> None:
+    module = router("Gemma4TextRouter")
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        module.config.top_k_experts = 2
+        found = call(module)
+    assert_same(found, call(module))
+    assert found[2].shape[-1] == 2
+    assert handle.report().hits()["topk_softmax"] == 1
 
 
 def test_a_setting_of_the_choice_alone_must_stay_as_probed(kernels: Catalog) -> None:
@@ -255,6 +267,11 @@ LONGCAT = {
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "minimax_m2": ({}, {"topk_sigmoid_bias_groups": 8, "moe_experts": 8}),
     "granitemoe": ({}, {"topk_then_softmax": 8, "moe_experts": 8}),
+    "gemma4_text": (
+        {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": CHOSEN, "moe_intermediate_size": 32}
+        | {"vocab_size_per_layer_input": 96, "layer_types": ["sliding_attention", "full_attention"]},
+        {"topk_softmax": 8, "moe_experts_gelu_tanh": 8},
+    ),
     "longcat_flash": (
         LONGCAT,
         {"moe_experts": 4, "topk_softmax_bias": 4},

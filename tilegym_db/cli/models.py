@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +94,9 @@ def fit_command(
     if as_json:
         print_json(content_of(report))
     else:
-        print_report(report, config, wide=wide, require=options.required)
+        given = {"--gpu": (gpu, "auto"), "--dtype": (dtype, "bfloat16"), "--layers": (layers, None)}
+        asked = {name: str(value) for name, (value, default) in given.items() if value != default}
+        print_report(report, config, wide=wide, require=options.required, asked=asked)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
@@ -129,8 +131,18 @@ def content_of(report: FitReport) -> dict[str, Any]:
     }
 
 
-def print_report(report: FitReport, config: Path, *, wide: bool = False, require: Sequence[str] = ()) -> None:
-    """Print what was measured, the share of each piece and what serves it, then the model's timings and the next step."""
+def print_report(
+    report: FitReport,
+    config: Path,
+    *,
+    wide: bool = False,
+    require: Sequence[str] = (),
+    asked: Mapping[str, str] | None = None,
+) -> None:
+    """Print what was measured, the share of each piece and what serves it, then the model's timings and the next step.
+
+    ``asked`` are the options that the next command must repeat to profile the same model.
+    """
     counts = {} if report.measured is None else report.measured.counts
     done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
     note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")
@@ -169,7 +181,8 @@ def print_report(report: FitReport, config: Path, *, wide: bool = False, require
             "change nothing. "
             "To rank what a new kernel would be worth:"
         )
-        note(f"Next: tilegym-db task from-model {shlex.quote(str(config))}")
+        words = [shlex.quote(word) for pair in (asked or {}).items() for word in pair]
+        note(" ".join(["Next: tilegym-db task from-model", shlex.quote(str(config)), *words]))
 
 
 def _why_open(piece: Piece) -> str:

@@ -94,6 +94,7 @@ def from_model(
     """
     from tilegym_db.loop.from_model import tasks_from_model
     from tilegym_db.loop.tasks import unverifiable
+    from tilegym_db.models.capture import of_unreached
 
     found = tasks_from_model(
         config, language=language, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, drafts=drafts
@@ -102,7 +103,8 @@ def from_model(
         note(why)
     rows = [piece.to_dict() for piece in found.pieces]
     if as_json:
-        print_json({"time_of": found.time_of, "total_us": found.total_us, "pieces": rows})
+        content = {"time_of": found.time_of, "total_us": found.total_us, "pieces": rows}
+        print_json({**content, "unreached": list(found.unreached)})
         return
     columns = ("part", "share", "calls", "definition", "match", "outcome")
     shown: set[str] = set()
@@ -112,6 +114,8 @@ def from_model(
         shown.add(row["part"])
     print_table(columns, [tuple(row[name] for name in columns) for row in rows], prose=("outcome",))
     note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt_tokens} tokens")
+    if found.unreached:
+        note(of_unreached(found.unreached))
     tasks = [row["outcome"].removeprefix("task ") for row in rows if row["outcome"].startswith("task ")]
     if tasks:
         note(f"Next, for the largest share that has a task: tilegym-db task prompt {tasks[0]}")
@@ -336,6 +340,7 @@ def recommend_command(
 
     chosen_gpu(gpu)  # before the slow import of PyTorch
     from tilegym_db.loop.from_model import recommend
+    from tilegym_db.models.capture import of_unreached
 
     found = recommend(
         config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, parallel=parallel, require=require
@@ -350,6 +355,8 @@ def recommend_command(
     if is_disabled():
         note(f"{DISABLED}. To see kernels, unset {DISABLE_VARIABLE}.")
         return
+    if found.unreached:
+        note(of_unreached(found.unreached))
     without = [call for call in found.calls if not call.available]
     if without:
         note(

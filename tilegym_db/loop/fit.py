@@ -24,7 +24,7 @@ from tilegym_db.measurement.machine import Devices, DevicesLike, Machine, parse_
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
-from tilegym_db.models.capture import ModelInputs, run_model, typical_inputs
+from tilegym_db.models.capture import ModelInputs, of_unreached, run_model, typical_inputs, unreached_parts
 from tilegym_db.models.patch import PatchOptions, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
@@ -285,6 +285,7 @@ def _fit(
     if not report.interrupted:
         _publish(report)
         report.pieces = pieces_of(model, prompts[0], tag, required=required).pieces
+        report.notes += filter(None, [of_unreached(unreached_parts(model, prompts[0]))])
         served = _kernels_that_serve(model, prompts, required)
         report.kernels = sorted({kernel.solution for kernel in served})
         if lock is not None and not served:

@@ -27,7 +27,14 @@ from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.called_functions import Seam, function_seams
-from tilegym_db.models.capture import ModelInputs, forward_arguments, of_one_gpu, random_inputs, typical_inputs
+from tilegym_db.models.capture import (
+    ModelInputs,
+    forward_arguments,
+    of_one_gpu,
+    random_inputs,
+    typical_inputs,
+    unreached_parts,
+)
 from tilegym_db.models.found import GLUE, LIBRARY, NO_DEFINITION, ModuleGroup, undescribed
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.handle import IN_GRAPHS
@@ -46,6 +53,8 @@ from tilegym_db.store.queries.loop import award_rows, model_run_rows
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""
+WITH_ACTIVATION = ("mlp", "experts")
+"""The kinds of parts whose kernels compute the activations in them."""
 Match = Literal["exact", "by layout adapter", "none"]
 StockTimes = tuple[list[ModuleTime], float]
 
@@ -70,6 +79,8 @@ class Piece:
     module_class: type[torch.nn.Module] | None = None
     function: str = ""
     """The function, as a :class:`Seam` names it; empty for the modules."""
+    inside: str = ""
+    """The Definitions whose kernels compute this too, such as the activation of an MLP. A kernel for it alone serves nobody."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content, one row of a table."""
@@ -124,6 +135,8 @@ class ModelPieces:
     time_of: str
     total_us: float
     pieces: list[Piece] = field(default_factory=list)
+    unreached: tuple[str, ...] = ()
+    """The parts that the profiled call did not run."""
 
 
 def tasks_from_model(
@@ -153,6 +166,7 @@ def tasks_from_model(
     model = build_model(config, machine.device, dtype)
     inputs = typical_inputs(model, 1, prompt)
     found = pieces_of(model, inputs, model_tag(path))
+    found.unreached = unreached_parts(model, inputs)
     outcomes = []
     for piece in found.pieces:
         try:
@@ -173,7 +187,7 @@ def _outcome(
         return f"served by a verified kernel of {piece.definition}"
     if piece.definition and piece.workloads:
         return f"task {_task(piece, machine, language).id}"
-    if drafts is None or piece.definition or _is_of_torch(piece):
+    if drafts is None or piece.definition or piece.inside or _is_of_torch(piece):
         return why_no_task(model, piece)
     assert piece.module_class is not None, "only PyTorch calls have none"
     found = cut(model, Seam(piece.module_class, piece.function), inputs, tag)
@@ -187,6 +201,8 @@ def why_no_task(model: Any, piece: Piece) -> str:
     """Return the reason why no task can be made for a piece that no kernel serves, and what to do about it."""
     if piece.definition and not piece.workloads:
         return f"no task: the profiled call does not call {piece.definition}"
+    if piece.inside:
+        return f"no task: kernels of {piece.inside} compute it too"
     reason = piece.reason or NO_DEFINITION
     if _is_of_torch(piece):
         return piece.reason or f"a PyTorch call; {NO_DEFINITION}"
@@ -235,7 +251,7 @@ def pieces_of(
     catalog = Catalog.default().requiring(required)
     measured, total_us = times or stock_times(model, inputs)
     described = discover(model, catalog)
-    others = _undescribed(model, described, catalog)
+    others, inside = _undescribed(model, described, catalog), _inside(model, described)
     served, captured = _calls(model, inputs, catalog)
     kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
@@ -270,7 +286,8 @@ def pieces_of(
         if not matched:
             reason = "; ".join(reasons) or ("" if item.function else others.get(item.module_class.__name__, ""))
             piece = Piece(name, share, item.calls, reason=reason, module_class=item.module_class)
-            pieces.append(replace(piece, function=item.function))
+            within = "" if item.function else inside.get(item.module_class, "")
+            pieces.append(replace(piece, function=item.function, inside=within))
     return ModelPieces(tag, time_of(model), total_us, pieces)
 
 
@@ -284,6 +301,22 @@ def _undescribed(model: Any, described: Sequence[ModuleGroup], catalog: Catalog)
     if found.get(LINEAR) == LIBRARY and Operators.of(catalog).one:
         found[LINEAR] = IN_GRAPHS
     return found
+
+
+def _inside(model: Any, described: Sequence[ModuleGroup]) -> dict[type[torch.nn.Module], str]:
+    """Return the Definitions of the MLPs or experts that have all modules of a class without weights as their submodules."""
+    owners = {
+        id(module): group.definition
+        for group in described
+        if group.kind in WITH_ACTIVATION and group.definition and not group.reason
+        for module in group.modules
+    }
+    found: dict[type[torch.nn.Module], list[str]] = {}
+    for module in model.modules():
+        for child in module.children():
+            if not child._modules and not child._parameters:
+                found.setdefault(type(child), []).append(owners.get(id(module), ""))
+    return {cls: ", ".join(sorted(set(names))) for cls, names in found.items() if all(names)}
 
 
 def _is_about(group: ModuleGroup, item: ModuleTime, functions: Collection[str]) -> bool:
@@ -506,11 +539,14 @@ class Recommendation:
     gpu: str
     calls: tuple[Recommended, ...]
     model_runs: tuple[dict[str, Any], ...]
+    unreached: tuple[str, ...] = ()
+    """The parts that the captured calls did not run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content."""
         calls = [asdict(call) for call in self.calls]
-        return {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
+        found = {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
+        return {**found, "unreached": list(self.unreached)}
 
 
 def recommend(
@@ -534,8 +570,10 @@ def recommend(
     config = of_one_gpu(load_config(path, layers), parallel)
     with _without_advice():
         model = build_model(config, "cpu", dtype)
-        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
-    handle.unpatch()
+        inputs = random_inputs(model, 1, prompt)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=inputs))
+        handle.unpatch()
+        unreached = unreached_parts(model, inputs)
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]
     with open_store(read_only=True) as store:
         awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
@@ -549,6 +587,7 @@ def recommend(
         gpu,
         tuple(match(call, verified, catalog, gpu, required, awards) for call in handle.workloads),
         tuple(runs),
+        unreached,
     )
 
 

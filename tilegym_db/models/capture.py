@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
@@ -128,6 +129,37 @@ def _drawn(model: Any, name: str, batch: int) -> torch.Tensor:
     first = next(model.parameters())
     drawn = torch.randn((batch, *found), generator=torch.Generator().manual_seed(SEED))
     return drawn.to(first.device, first.dtype)
+
+
+def unreached_parts(model: torch.nn.Module, inputs: ModelInputs) -> tuple[str, ...]:
+    """Return the outermost parts with submodules and weights of which a call runs nothing, such as a vision tower without images.
+
+    Part of a list, such as experts that no token chose, is none.
+    """
+    reached = set[int]()
+    with torch.no_grad(), register_module_forward_pre_hook(lambda module, _: reached.add(id(module))):
+        model(**forward_arguments(model, inputs))
+    found: list[str] = []
+
+    def visit(module: torch.nn.Module, path: str) -> None:
+        for name, child in module._modules.items():
+            if child is None or not child._modules:
+                continue
+            if any(id(part) in reached for part in child.modules()):
+                visit(child, f"{path}{name}.")
+            elif not isinstance(module, torch.nn.ModuleList) and any(True for _ in child.parameters()):
+                found.append(f"{path}{name} ({type(child).__name__})")
+
+    visit(model, "")
+    return tuple(found)
+
+
+def of_unreached(parts: Iterable[str]) -> str:
+    """Return a sentence about :func:`unreached_parts`; empty if there are none."""
+    names = ", ".join(parts)
+    if not names:
+        return ""
+    return f"left out, because random inputs do not run it: {names}. patch serves it too; its inputs= and verify=True prove it"
 
 
 def _encodes_both(model: Any) -> bool:

@@ -67,6 +67,11 @@ class UpstreamOp(NamedTuple):
     stock: Callable[..., Any] | None
 
 
+CONFIG = "config"
+OF_CONFIG = f"{CONFIG}."
+"""Beginning of the name of a setting that code reads from the config of its module at each call."""
+
+
 class DefinitionMatch(NamedTuple):
     """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that states this code.
 
@@ -84,7 +89,7 @@ class DefinitionMatch(NamedTuple):
     def value(self, module: Module, name: str) -> Any:
         """Return an input that a module keeps or that its code has as a constant; None if it has no such attribute."""
         constant = self.code.constants.get(name)
-        value = getattr(module, self.attribute(name), None) if constant is None else constant
+        value = setting(module, self.attribute(name)) if constant is None else constant
         # Model code may pass an int for a float; the Definition states the type.
         return float(value) if type(value) is int and self.definition.inputs[name].dtype in FLOATS else value
 
@@ -95,6 +100,13 @@ class DefinitionMatch(NamedTuple):
         if type(value) is expected:
             return ""
         return f"its {self.attribute(name)} is {value!r}, no number that {self.definition.name} takes"
+
+
+def setting(module: Module, name: str) -> Any:
+    """Return an attribute of a module, or of its config if the name begins with ``config.``; None if there is none."""
+    if name.startswith(OF_CONFIG):
+        return getattr(getattr(module, CONFIG, None), name[len(OF_CONFIG) :], None)
+    return getattr(module, name, None)
 
 
 class MatchCandidates(NamedTuple):

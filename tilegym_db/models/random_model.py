@@ -234,8 +234,9 @@ def check_fits(model: torch.nn.Module, device: str) -> None:
         layers = max(0, min(len(repeated), int(free * len(repeated) // _weights(repeated))))
         fix = f"{layers} of its {len(repeated)} layers would fit: --layers {layers}."
         if not layers:
-            fix = f"None of its {len(repeated)} layers would fit. "
-            fix += "Run this on a machine with more memory, or take a smaller model."
+            fix = (
+                f"None of its {len(repeated)} layers would fit. Run this on a larger machine, or take a smaller model."
+            )
     _check_bytes(weights, device, "the weights", fix)
 
 

@@ -32,7 +32,9 @@ from tilegym_db.models.call_site import (
     unpatched_class,
 )
 from tilegym_db.models.found import (
+    CONFIG,
     FLOATS,
+    OF_CONFIG,
     DefinitionMatch,
     KnownCode,
     MatchCandidates,
@@ -44,10 +46,11 @@ from tilegym_db.models.found import (
     methods,
     names_in_code,
     of_class,
+    setting,
 )
 from tilegym_db.models.parts.mlp import likeness
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of, matching_definitions
-from tilegym_db.models.rewrite import ROUTE, is_routing, parsed, recompiled, with_route
+from tilegym_db.models.rewrite import ROUTE, is_name, is_routing, parsed, recompiled, with_route
 from tilegym_db.models.upstream_code import fingerprint, of_models, once_per_function
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import ModelCode
@@ -68,14 +71,13 @@ CUT, WIDENED, ROUNDED, WIDE_BIAS = "cut", "widened", "rounded", "wide_bias"
 if weights are rounded to the dtype of the hidden states, or if only a bias in float32 is widened by the code as well."""
 NO_CHOICE = "no definition computes its choice of experts"
 UNDESCRIBED = {
-    "dc8414c29eaa9ebe": "its scores are probabilities already, and no definition takes those",
     "e2f6bd664e82c954": "no definition adds a bias to scores before their sigmoid",
     "8990a5f32a9e98a5": "no definition ranks sigmoids without a bias",
     "3ec8d8d5fbd3de9e": "its score function is a module, which may have hooks",
     "a4ce3525a9b15fc5": "its score function is a module, which may have hooks",
     "7de8fb037d883b26": "no definition ranks sigmoids with a bias in groups without a factor",
 }
-"""Known code that no Definition describes: Gemma 4, Kolibri 1, Flint, Inkling 2, Muse Spark, Beam."""
+"""Known code that no Definition describes: Kolibri 1, Flint, Inkling 2, Muse Spark, Beam."""
 CHANGED = "its settings changed after the probe"
 OTHER_BIAS = "its bias is not in float32"
 
@@ -376,19 +378,25 @@ def _with_other_settings(module: Module, match: DefinitionMatch) -> Module:
     twin, weight = copy.copy(module), product_of(module)
     assert weight is not None, "the group was found by its product"
     for attribute in match.code.attributes.values():
-        value = getattr(module, attribute, None)
+        value = setting(module, attribute)
+        changed: Any = None
         if type(value) is bool:
-            vars(twin)[attribute] = not value
+            changed = not value
         elif type(value) is int and value >= 1:
-            vars(twin)[attribute] = value - 1 if value > 1 else min(2, weight.shape[0])
+            changed = value - 1 if value > 1 else min(2, weight.shape[0])
         elif type(value) is float:
-            vars(twin)[attribute] = 1.5 * value + 0.25
+            changed = 1.5 * value + 0.25
+        if changed is not None and attribute.startswith(OF_CONFIG):
+            vars(twin)[CONFIG] = copy.copy(getattr(twin, CONFIG))
+            setattr(getattr(twin, CONFIG), attribute.removeprefix(OF_CONFIG), changed)
+        elif changed is not None:
+            vars(twin)[attribute] = changed
     return twin
 
 
 def _is_fixed(module: Module, match: DefinitionMatch, choice: Choice) -> bool:
     """Return True if everything else that a choice reads of a module can be compared at each call."""
-    return all(isinstance(getattr(module, name, None), PLAIN) for name in _others(module, match, choice))
+    return all(isinstance(setting(module, name), PLAIN) for name in _others(module, match, choice))
 
 
 def _others(module: Module, match: DefinitionMatch, choice: Choice) -> tuple[str, ...]:
@@ -417,14 +425,14 @@ def choice_function(site: CallSite, found: ModuleGroup, choice: Choice) -> Calla
     held = [(place, match.attribute(names[place])) for place in tensors if names[place] not in passed]
     children = {source: type(child) for _, source in held if (child := found.modules[0]._modules.get(source))}
     fixed = _others(found.modules[0], match, choice)
-    probed = {tuple(getattr(module, name) for name in fixed) for module in found.modules}
+    probed = {tuple(setting(module, name) for name in fixed) for module in found.modules}
     is_widened, is_rounded = bool(code.constants[WIDENED]), bool(code.constants[ROUNDED])
     has_wide_bias = bool(code.constants[WIDE_BIAS])
 
     def why_stock(module: Any, scores: torch.Tensor, others: Sequence[Any], biases: Sequence[Any]) -> str:
         if type(scores) is torch.Tensor and not scores.is_meta and torch.is_autocast_enabled(scores.device.type):
             return AUTOCAST
-        if fixed and tuple([getattr(module, name) for name in fixed]) not in probed:
+        if fixed and tuple([setting(module, name) for name in fixed]) not in probed:
             return CHANGED
         if any(type(child := module._modules[name]) is not cls or has_hooks(child) for name, cls in children.items()):
             return CHANGED
@@ -494,7 +502,7 @@ def _recorded(module: Module, choice: Choice, dtype: torch.dtype, bias: torch.dt
     weight = product_of(module)
     assert weight is not None, "the group was found by its product"
     experts = weight.shape[0]
-    twin, draw = _twin(module, bias), Draw(device_of(module))
+    twin, draw = _twin(module, dtype, bias), Draw(device_of(module))
     ranks = torch.stack([draw(experts).float().argsort() for _ in range(TOKENS)], dim=1) - experts // 2
     step = 2.0 ** math.floor(math.log2(RANGE / max(1, experts // 2)))
     scores = step * ranks.float() / 2.0 ** (torch.arange(TOKENS, device=ranks.device) % STEPS)
@@ -540,8 +548,8 @@ def _tensors_of(module: Module) -> dict[str, torch.Tensor]:
     return {name: one for name, one in tensors.items() if one is not None}
 
 
-def _twin(module: Module, bias: torch.dtype) -> Module:
-    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases of a dtype."""
+def _twin(module: Module, dtype: torch.dtype, bias: torch.dtype) -> Module:
+    """Return a copy of a router for hidden states of :data:`TOKENS` elements of a dtype, with drawn biases of another."""
     twin, weight = copy.copy(module), product_of(module)
     assert weight is not None, "the group was found by its product"
     experts, width = weight.shape
@@ -556,10 +564,20 @@ def _twin(module: Module, bias: torch.dtype) -> Module:
     }
     for kept in ("_parameters", "_buffers"):
         vars(twin)[kept] = {
-            name: _bias(draw, experts, bias) if value is not None and value.shape == (experts,) else value
+            name: value if value is None else _drawn_vector(value, draw, (experts, width), (bias, dtype))
             for name, value in getattr(module, kept).items()
         }
     return twin
+
+
+def _drawn_vector(
+    value: torch.Tensor, draw: Draw, sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> torch.Tensor:
+    """Return a drawn bias in place of a number for each expert, and ones in place of one for each hidden channel."""
+    (experts, width), (bias, dtype) = sizes, dtypes
+    if value.shape == (experts,):
+        return _bias(draw, experts, bias)
+    return torch.ones(TOKENS, dtype=dtype, device=value.device) if value.shape == (width,) else value
 
 
 def _with_bias(module: Any, draw: Draw, experts: int, bias: torch.dtype) -> Any:
@@ -610,11 +628,8 @@ def _codes(module: Module, definition: Definition, choice: Choice, place: int) -
             if widened < stated or rounded > max(widened, stated) or wide_bias > has_bias:
                 continue
             ways = {CUT: place, WIDENED: widened, ROUNDED: rounded, WIDE_BIAS: wide_bias}
-            yield ModelCode(
-                fingerprint=fingerprint(type(module).forward) or "",
-                attributes=attributes,
-                constants={**constants, **ways},
-            )
+            code = ModelCode(fingerprint=fingerprint(type(module).forward) or "", constants={**constants, **ways})
+            yield code.model_copy(update={"attributes": attributes})  # a setting of a config is no identifier
 
 
 def _options(module: Module, definition: Definition, name: str, choice: Choice) -> list[Any]:
@@ -623,12 +638,12 @@ def _options(module: Module, definition: Definition, name: str, choice: Choice) 
     if not spec.is_scalar:
         given = _parameters_of(type(module).forward)[2:]
         names = _reads(module, choice)
-        held = [one for one in names if isinstance(getattr(module, one, None), torch.Tensor)]
+        held = [one for one in names if isinstance(setting(module, one), torch.Tensor)]
         weight = product_of(module)
         experts = 0 if weight is None else weight.shape[0]
         held += [one for one in names if _bias_of(module._modules.get(one), experts)]
         return [*held, *given] if spec.shape is not None and len(spec.shape) == 1 else []
-    read = {one: getattr(module, one, None) for one in _reads(module, choice)}
+    read = {one: setting(module, one) for one in _reads(module, choice)}
     if spec.dtype == "bool":
         return [one for one, value in read.items() if type(value) is bool] + [False, True]
     if spec.dtype in FLOATS:
@@ -652,16 +667,21 @@ def _reads(module: Module, choice: Choice) -> tuple[str, ...]:
 # It looks for one shape of code in any class: ``return scores, weights, ids`` at the end. The statements after the last one that
 # assigns the scores, up to any place at which only weights and ids are needed later, are a choice that a kernel may make.
 
+PROBABILITIES = ("softmax", "sigmoid")
 SERVED = "_tilegym_db_chosen"
 RECORD = "_tilegym_db_record"
 """The function that :func:`recording` calls with scores, weights and ids."""
 
 
 class Choice(NamedTuple):
-    """Statements ``start`` to ``stop`` of a block of code, the names that they define, and the attributes that they read."""
+    """Statements ``start`` to ``stop`` of a block of code, the names that they define, and the attributes that they read.
+
+    ``scores`` is the variable that a Definition ranks.
+    """
 
     start: int
     stop: int
+    scores: str
     weights: str
     ids: str
     reads: tuple[str, ...]
@@ -686,13 +706,27 @@ def choices(forward: FunctionType) -> tuple[Choice, ...]:
     body, start, rest = _block(function.body, scores, [])
     last = next((place for place, one in enumerate(body) if isinstance(one, ast.Return)), len(body))
     found = []
-    for stop in range(last, start, -1):
+    for ranked, stop in itertools.product((scores, *_behind(body[:start])), range(last, start, -1)):
         inside, later = body[start:stop], [*body[stop:], *rest]
         live = _names(inside, ast.Store) & _names(later, ast.Load)
-        if len(live) == 2 and ids in live:
+        if len(live) == 2 and ids in live and ranked not in _names(inside, ast.Store) - {scores}:
             (weights,) = live - {ids}
-            found.append(Choice(start, stop, weights, ids, _attributes(inside, function.args.args[0].arg)))
+            read = _attributes(inside, function.args.args[0].arg)
+            found.append(Choice(start, stop, ranked, weights, ids, read))
     return tuple(found)
+
+
+def _behind(before: Sequence[ast.stmt]) -> tuple[str, ...]:
+    """Return the variable of which the last statement computes probabilities; empty if it does something else.
+
+    A router may return probabilities as its scores. Definitions take what is behind them.
+    """
+    if not before or not isinstance(before[-1], ast.Assign) or not isinstance(before[-1].value, ast.Call):
+        return ()
+    call = before[-1].value
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in PROBABILITIES:
+        return ()
+    return tuple(_names([before[-1]], ast.Load) & _names(before[:-1], ast.Store))[:1]
 
 
 def _returned(function: ast.FunctionDef) -> tuple[str, str] | None:
@@ -726,14 +760,12 @@ def _names(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> set[
 
 
 def _attributes(statements: Iterable[ast.stmt], owner: str) -> tuple[str, ...]:
+    """Return the attributes of a module that statements read, and the settings of its config."""
     nodes = [node for one in statements for node in ast.walk(one)]
-    return tuple(
-        dict.fromkeys(
-            node.attr
-            for node in nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
-        )
-    )
+    own = [node for node in nodes if isinstance(node, ast.Attribute) and is_name(node.value, owner)]
+    settings = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    is_setting = {id(node): node.attr == CONFIG and id(node) in settings for node in own}
+    return tuple(dict.fromkeys(OF_CONFIG + settings[id(node)] if is_setting[id(node)] else node.attr for node in own))
 
 
 def routed(forward: FunctionType, choice: Choice) -> FunctionType:
@@ -742,9 +774,9 @@ def routed(forward: FunctionType, choice: Choice) -> FunctionType:
     It passes the module, the scores, the hidden states and all further arguments.
     """
 
-    def change(function: ast.FunctionDef, body: list[ast.stmt], scores: str) -> None:
+    def change(function: ast.FunctionDef, body: list[ast.stmt]) -> None:
         given = [argument.arg for argument in function.args.args]
-        call = ", ".join([given[0], scores, *given[1:]])
+        call = ", ".join([given[0], choice.scores, *given[1:]])
         asked, chosen = ast.parse(f"{SERVED} = {ROUTE}({call})\n{choice.weights}, {choice.ids} = {SERVED} or ()").body
         assert isinstance(chosen, ast.Assign), "the text above has an assignment"
         chosen.value = ast.Name(SERVED, ast.Load())
@@ -758,20 +790,20 @@ def routed(forward: FunctionType, choice: Choice) -> FunctionType:
 def recording(forward: FunctionType, choice: Choice) -> FunctionType:
     """Return a copy of the function that also gives :data:`RECORD` the scores, weights and ids of its choice."""
 
-    def change(function: ast.FunctionDef, body: list[ast.stmt], scores: str) -> None:
-        body[choice.stop : choice.stop] = ast.parse(f"{RECORD}({scores}, {choice.weights}, {choice.ids})").body
+    def change(function: ast.FunctionDef, body: list[ast.stmt]) -> None:
+        body[choice.stop : choice.stop] = ast.parse(f"{RECORD}({choice.scores}, {choice.weights}, {choice.ids})").body
 
     return _changed(forward, change)
 
 
-def _changed(forward: FunctionType, change: Callable[[ast.FunctionDef, list[ast.stmt], str], Any]) -> FunctionType:
+def _changed(forward: FunctionType, change: Callable[[ast.FunctionDef, list[ast.stmt]], Any]) -> FunctionType:
     function = parsed(forward)
     names = None if function is None else _returned(function)
     assert function is not None, "ask choices first"
     assert names is not None, "ask choices first"
     body = _block(function.body, names[0], []).body
     before = body[0]
-    change(function, body, names[0])
+    change(function, body)
     for statement in body:
         for node in ast.walk(statement):
             if not hasattr(node, "lineno") and isinstance(node, ast.stmt | ast.expr):
