@@ -75,8 +75,6 @@ class Evidence:
     axes: Mapping[str, int] | None = None
     """The measured point; differs from the request's axes if the source is ``nearest``."""
     candidate: Candidate | None = None
-    other_axes: Mapping[str, int] | None = None
-    """The second measured point of a request between two points."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +399,7 @@ def _conclude(
     other = point.between.others[0].call.axes if point.between is not None and point.between.others else None
     if not eligible:
         reason = _why_nothing_eligible(point, where, rejected, table.required) + _REPLAYED[launch]
-        evidence = Evidence("stock", reason, table.gpu, table.published, axes, other_axes=other)
+        evidence = Evidence("stock", reason, table.gpu, table.published, axes)
         return Decision(None, {}, evidence, tuple(rejected))
     winner, lost = _fastest(eligible, serving, launch)
     source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
@@ -421,7 +419,7 @@ def _conclude(
     if point.between is not None and point.between.halves:
         reason += "; beyond the measured work, more of which is only repeated"
     reason += _whose_word(winner) + _REPLAYED[launch]
-    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner, other)
+    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
 
 

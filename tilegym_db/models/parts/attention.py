@@ -224,18 +224,6 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     return MatchCandidates([DefinitionMatch(definition, ModelCode(fingerprint=fingerprint(function) or ""))])
 
 
-def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
-    """Return the matching Definitions of a group whose attention ``function`` computes, or the reason why none matches.
-
-    ``what`` names the function in the reason.
-    """
-    matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
-    if isinstance(matches, str):
-        return matches
-    this = [match for match in matches if match.definition.name == found.function]
-    return MatchCandidates(this) if this else f"{what} is not known to compute {found.function}"
-
-
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the attention function on some of the last positions, with two query heads per key head.
 
