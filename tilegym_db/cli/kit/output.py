@@ -489,7 +489,7 @@ def _shared(natural: dict[int, int], narrow: dict[int, int], width: int) -> dict
 def _line(
     cells: Sequence[str],
     shown: Sequence[int],
-    sizes: dict[int, int],
+    sizes: Mapping[int, int],
     numeric: Collection[str],
     columns: Sequence[str],
 ) -> str:
