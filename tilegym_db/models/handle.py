@@ -345,7 +345,7 @@ class Handle:
             self._note = NOTHING_PROVED
 
     def _proofs_of(self, dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> list[Proof]:
-        """Try the kernel of an eager call, and that of its replay if graphs may have another."""
+        """Try the kernel of an eager call, and also the kernel that a replay of the call would have, if it is another one."""
         proofs = [prove(dispatcher, allocate, call)]
         if self._products is not None:
             with replayed():

@@ -386,7 +386,7 @@ REQUIREMENTS: tuple[Requirement, ...] = ("deterministic", "batch_invariant")
 
 
 def spelled_requirements(required: Collection[str]) -> str:
-    """Return ``that is batch-invariant`` with a space before it; "" if nothing is required."""
+    """Return the requirements as a clause, such as `` that is batch-invariant``; "" without requirements."""
     return f" that is {spelled_bits(required)}" if required else ""
 
 

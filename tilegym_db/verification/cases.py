@@ -303,10 +303,10 @@ def fuzz_cases(
 ) -> list[Case]:
     """Return distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
 
-    The first four cases include: a misaligned address; padded rows that end within a vector of 16 bytes, with rows that
-    begin at such vectors and with rows that do not (the first two cases have both); odd sizes; and planted special values.
-    A full set has one in which a gradient is a sum over very many rows, if the Definition has such a gradient.
-    They do so as far as the Solution's layouts, the constraints and the Definition's special values allow.
+    Among the first four cases are a misaligned address, odd sizes and planted special values. Rows are padded, and end within
+    a vector of 16 bytes: in one of the first two cases they begin at such vectors, in the other they do not. If a gradient
+    of the Definition is a sum over rows, one case of a full set has very many rows. What the layouts of the Solution,
+    the constraints or the special values of the Definition exclude is left out.
 
     Args:
         anchors: sizes of real workloads. Every second case takes some axes from one, so that a special case for a shape

@@ -704,8 +704,8 @@ class WorkloadContents:
     def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
         """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
 
-        Drawing must have ended before :meth:`fresh` is called. Large contents are not drawn ahead: workers that verify the shape
-        meanwhile need the memory of their oracle.
+        Drawing must have ended before :meth:`fresh` is called. Large contents are not drawn ahead: the
+        workers that verify the shape then need the memory of their oracle.
         """
         if not self._is_large:
             self._draw_fresh(0, count, stopped)

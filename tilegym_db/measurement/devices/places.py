@@ -383,7 +383,7 @@ class RemoteProcess:
         self._cluster.deliver(self.actor, order)
 
     def receive(self) -> Any:
-        """Wait for its next message and return it."""
+        """Wait for the next message of the supervisor and return it."""
         message = self.connection.recv()
         self.last_message_at = time.monotonic()
         return message
