@@ -58,7 +58,7 @@ class NotDescribed(Exception):
 
 
 def described(forms: Sequence[tuple[str, str, str]], which: int) -> torch.Tensor:
-    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces; see ``description.py``.
+    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces.
 
     Each problem runs in another process, so that the next one does not see what it does to PyTorch or Python.
     """
