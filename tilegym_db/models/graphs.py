@@ -380,7 +380,7 @@ def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]
 
 
 def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
-    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`split` does."""
+    """Return a copy of inputs without those that a graph reads in place. Append the copied tensors to ``kept``."""
     if isinstance(inputs, torch.Tensor):
         kept.append(inputs.clone())
         return kept[-1]

@@ -1,4 +1,4 @@
-"""Oracle cases: drawn inputs, the oracle's outputs, and the error of the reference; and those of one Workload."""
+"""Cases with drawn inputs, the oracle's outputs and the error of the reference: of fuzz cases, and of a Workload's contents."""
 
 from __future__ import annotations
 

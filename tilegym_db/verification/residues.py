@@ -131,7 +131,7 @@ def _allowed(handle: WorkerHandle, base: Case, axis: str, sizes: range) -> dict[
 
 
 def _beside(handle: WorkerHandle, base: Case, axis: str, size: int, drawn: random.Random) -> Case:
-    """Return a case whose other axes are changed so that the constraints allow a size of this one, as far as they can be."""
+    """Return a case with a size of one axis, and with other axes changed as the constraints then require, if that is possible."""
     definition, call = handle.definition, base.call
     constraints = (*definition.constraints, *handle.solution.record.spec.constraints)
     fixed = {name: value for name, value in call.axes.items() if name not in definition.var_axes} | {axis: size}

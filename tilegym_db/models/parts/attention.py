@@ -124,9 +124,9 @@ def has_sinks(forward: Any) -> bool:
 
 
 def softcap_of(module: Module) -> Any:
-    """Return the soft cap of scores that a module passes on to its attention; None if it has none.
+    """Return the soft cap of scores that a module passes on to its attention; None without one.
 
-    Most code that could pass one states None, and has ``sdpa`` attention as well.
+    Most forwards with such an argument pass None. They can also run ``sdpa`` attention.
     """
     forward: Any = undecorated(type(module).forward)
     name = _softcap_attribute(forward) if isinstance(forward, FunctionType) else ""
