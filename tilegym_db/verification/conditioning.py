@@ -138,7 +138,7 @@ class Uncertainties:
     def after(
         self, draws: int, definition: Definition, inputs: Mapping[str, Any], truth: Outputs
     ) -> dict[str, torch.Tensor] | None:
-        """Return the uncertainty of each element by output after some draws; None if there are not so many.
+        """Return the uncertainty of each element by output after some draws; None if fewer were made.
 
         ``definition`` may lack outputs that a Solution omits. The other arguments are those of the case.
         """

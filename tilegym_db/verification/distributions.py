@@ -659,8 +659,6 @@ def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch
 #
 # All of them depend only on the case's seed, its contents and the input's name, so that a report can reproduce the case.
 
-ScalarRange = tuple[float, float]
-
 DECADES_DOWN, DECADES_UP = 3.0, 2.0
 """Decades by which a continuous scalar is varied around the Workload's value."""
 KEEPS_ITS_SCALARS = 0.2
@@ -735,17 +733,6 @@ def _rounded(value: float, low: float, high: float, drawn: random.Random) -> flo
     near = [1.0, 1.0, 2.0 ** round(math.log2(size)), 10.0 ** round(math.log10(size)), float(round(size))]
     inside = [one for one in near if low <= one <= high and one > 0]
     return math.copysign(drawn.choice(inside), value) if inside else value
-
-
-def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, ScalarRange]:
-    """Return continuous scalar -> its smallest and largest value among the verified calls."""
-    found: dict[str, ScalarRange] = {}
-    for name, spec in definition.inputs.items():
-        if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
-            values = [float(call[name]) for call in calls if isinstance(call.get(name), int | float)]  # type: ignore[arg-type]
-            if values:
-                found[name] = min(values), max(values)
-    return found
 
 
 def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str, str]:

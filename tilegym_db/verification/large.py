@@ -19,8 +19,9 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, is_code_selecting, scalars_with_axes
 from tilegym_db.records.definition_parts import contiguous_strides
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
+from tilegym_db.records.expressions import repaired
 from tilegym_db.records.workload import Case
-from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
+from tilegym_db.verification.cases import SIZES, TILES, summed_axis
 from tilegym_db.verification.distributions import CONTENTS, RAGGED, SOFTMAX
 from tilegym_db.verification.inputs import has_spreads
 from tilegym_db.verification.oracle import loops

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition
-from tilegym_db.records.expressions import names_in
+from tilegym_db.records.expressions import names_in, repaired
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.cases import repaired
 from tilegym_db.verification.expected import ExpectedCache, OracleCase, broken_constraint, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
