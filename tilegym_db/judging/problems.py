@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,9 @@ from tilegym_db.paths import scratch_folder
 from tilegym_db.records.base import Int64, Real, Record, RecordPart
 from tilegym_db.records.dtypes import RECORD_DTYPES, Scalar
 from tilegym_db.records.workload import ScalarInput
+
+if TYPE_CHECKING:
+    from tilegym_db.judging.sandboxed import Confined
 
 KERNELBENCH, GPU_MODE = "kernelbench", "gpu-mode"
 RULES = Rules(
@@ -309,10 +312,6 @@ def observed(forms: Sequence[tuple[str, str, str]]) -> list[Description]:
     from tilegym_db.judging.describing import MAX_BYTES, described
     from tilegym_db.judging.sandboxed import Confined
     from tilegym_db.records import Definition, Solution
-    from tilegym_db.records.call import Call
-    from tilegym_db.records.workload import Case
-    from tilegym_db.verification.expected import OracleCase
-    from tilegym_db.verification.verifier import Failure
 
     definition = Definition.from_dict({
         "name": "description", "op_type": "description", "axes": {}, "inputs": {"which": {"shape": None, "dtype": "int64"}},
@@ -332,17 +331,29 @@ def observed(forms: Sequence[tuple[str, str, str]]) -> list[Description]:
         files = write_solution(Path(scratch, "source"), record, {"entry.py": entry.encode()})
         while len(found) < len(forms):
             with Confined(files, definition, "cpu", Path(scratch, f"worker-{len(found)}"), interpret=False) as worker:
-                failure = worker.load()
-                while failure is None and len(found) < len(forms):
-                    case = Case(Call("description", {}, scalars={"which": len(found)}), seed=0)
-                    outputs = worker.call(OracleCase(case, {"which": len(found)}, {}, {}))
-                    if isinstance(outputs, Failure):
-                        failure = outputs
-                    else:
-                        found.append(read_description(outputs["text"].numpy().tobytes()))
-                if failure is not None:  # of this problem; the next one gets a fresh worker
-                    reason = one_line(": ".join([failure.reason, *failure.log.splitlines()[:1]]))
-                    found.append(Description(reason=f"it does not run in the sandbox: {reason}"))
+                found += _observed_by(worker, range(len(found), len(forms)))
+    return found
+
+
+def _observed_by(worker: Confined, numbers: Iterable[int]) -> list[Description]:
+    """Return what one worker observes of problems, up to the first that fails; the next one then needs a fresh worker."""
+    from tilegym_db.records.call import Call
+    from tilegym_db.records.workload import Case
+    from tilegym_db.verification.expected import OracleCase
+    from tilegym_db.verification.verifier import Failure
+
+    found: list[Description] = []
+    failure = worker.load()
+    for number in numbers:
+        if failure is None:
+            case = Case(Call("description", {}, scalars={"which": number}), seed=0)
+            outputs = worker.call(OracleCase(case, {"which": number}, {}, {}))
+            if not isinstance(outputs, Failure):
+                found.append(read_description(outputs["text"].numpy().tobytes()))
+                continue
+            failure = outputs
+        reason = one_line(": ".join([failure.reason, *failure.log.splitlines()[:1]]))
+        return [*found, Description(reason=f"it does not run in the sandbox: {reason}")]
     return found
 
 

@@ -391,7 +391,7 @@ def spelled_requirements(required: Collection[str]) -> str:
 
 
 def spelled_bits(required: Collection[str]) -> str:
-    """Return ``deterministic and batch-invariant``, or what of both is required."""
+    """Return ``deterministic and batch-invariant``, or the one of them that is required."""
     return " and ".join(name.replace("_", "-") for name in REQUIREMENTS if name in required)
 
 

@@ -359,7 +359,7 @@ class TraceFile:
         return read_lines(self.snapshot.read(self.path, "trace file"), self.path)
 
     def entries(self) -> MeasuredEntries:
-        """Return its entries, with the origin of the folder; raises as :meth:`traces`."""
+        """Return the entries of the file, with the origin of the folder; raise the errors of :meth:`traces`."""
         traces = self.traces()
         lost = revoked_passes(traces)
         return self.entries_of([trace for trace in traces if trace.get("trace_id") not in lost])

@@ -310,14 +310,18 @@ def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
     forward: Any = type(module).forward
     for place, choice in enumerate(choices(forward)):
         recorded = _all_recorded(module, choice)
-        for definition in known.definitions("router"):
-            for code in _codes(module, definition, choice, place):
-                match = DefinitionMatch(definition, code)
-                if _fits(module, match, recorded, known) and _is_fixed(module, match, choice):
-                    other = _with_other_settings(module, match)
-                    changed = _all_recorded(other, choice)
-                    if _fits(other, match, changed, known):
-                        return _with_constants(other, match, changed, known)
+        matches = (
+            DefinitionMatch(definition, code)
+            for definition in known.definitions("router")
+            for code in _codes(module, definition, choice, place)
+        )
+        for match in matches:
+            if not _fits(module, match, recorded, known) or not _is_fixed(module, match, choice):
+                continue
+            other = _with_other_settings(module, match)
+            changed = _all_recorded(other, choice)
+            if _fits(other, match, changed, known):
+                return _with_constants(other, match, changed, known)
     return None
 
 
