@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pkgutil
@@ -11,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from house import cycles, import_graph, sources
 
 import tilegym_db
 
@@ -28,6 +30,11 @@ def loaded_after(code: str) -> set[str]:
 
 def heavy_in(modules: set[str]) -> list[str]:
     return sorted(name for name in modules if name.startswith(tuple(f"{heavy}." for heavy in HEAVY)) or name in HEAVY)
+
+
+def test_no_modules_import_each_other_directly_or_not():
+    trees = {path: ast.parse(text) for path, text in sources(ROOT / "tilegym_db").items()}
+    assert cycles(import_graph(ROOT, trees)) == []
 
 
 def test_importing_the_package_loads_nothing_but_the_package():

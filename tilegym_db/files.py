@@ -160,7 +160,7 @@ def refuse_unwritable(path: Path, what: str) -> None:
     """Raise if a file could not be written: for a command that writes ``what`` only after minutes of measuring."""
     if path.is_dir():
         raise UsageError(
-            f"{path}: {what} is a file, and this is a folder. Give the file a name.", code="output_unwritable"
+            f"{path}: {what} is a file, and a folder is at this path. Give a path of a file.", code="output_unwritable"
         )
     folder = next(one for one in path.absolute().parents if one.exists())
     try:

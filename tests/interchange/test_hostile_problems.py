@@ -14,8 +14,7 @@ from raising import raises
 from tilegym_db.errors import RecordError
 from tilegym_db.interchange.adapt import draft_of
 from tilegym_db.judging import describing
-from tilegym_db.judging.description import read_description
-from tilegym_db.judging.problems import cases_of, import_data_set, without_harness
+from tilegym_db.judging.problems import cases_of, import_data_set, read_description, without_harness
 from tilegym_db.judging.sandboxed import compared_draft
 from tilegym_db.store.imported import DataSet
 

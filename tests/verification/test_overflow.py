@@ -52,7 +52,7 @@ def test_one_element_that_may_overflow_is_enough() -> None:
 
 @pytest.mark.parametrize(("signs", "proves"), [((1,) * 8, True), ((1, 1, 1, 1, 1, -1, -1, -1), False)])
 def test_infinite_sum_proves_something_if_no_part_cancels(signs: tuple[int, ...], proves: bool) -> None:
-    """In another order, the sum of the negative terms is an infinity of its own, and the result is not a number."""
+    """In another order, the sum of the negative terms is another infinity, and the result is not a number."""
     grad_out = (torch.tensor(signs) * torch.finfo(torch.bfloat16).max).to(torch.bfloat16)[None, :, None]
     case = Case(
         Call(DEFINITION.name, DEFINITION.bind_axes({"M": 1, "C": 8, "H": 1}), {"T": "bfloat16"}),

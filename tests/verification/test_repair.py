@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from tilegym_db.records.expressions import evaluate_bool
-from tilegym_db.verification.cases import repaired
+from tilegym_db.records.expressions import evaluate_bool, repaired
 
 AXES = {"M": 77, "N": 131, "D": 13}
 

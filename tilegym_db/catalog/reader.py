@@ -212,7 +212,7 @@ class Catalog:
         return len({one for path in files for one in workloads_stated(path)})
 
     def backwards_of(self, definition: str) -> list[Definition]:
-        """Return the Definitions that compute gradients of one, most gradients first. One that does not fit is left out."""
+        """Return the backwards of a Definition that fit it, those with most gradients first."""
         from tilegym_db.records.call import backward_problem
 
         forward = self.definition(definition)

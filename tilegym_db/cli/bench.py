@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -255,28 +256,40 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
     """Print one row per solution: workloads passed, geometric mean against stock, and the failures with their reasons."""
     from rich.markup import escape
 
-    from tilegym_db.measurement.plan import VERIFICATION, summarise
-    from tilegym_db.records.verdicts import MACHINE_SLOW, is_wrong
-
     console = Console(soft_wrap=True)
-    rows = summarise(report.traces)
-    if rows:
-        console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
-        columns = ("solution", "language", "passed", "vs stock", "vs best", "of light", "note")
-        print_table(columns, [_summary_cells(row) for row in rows], prose=("note",), least=("of light", "vs best"))
-    skipped: dict[str, int] = {}
-    for item in report.plan.skipped:
-        skipped[item.reason] = skipped.get(item.reason, 0) + 1
-    for reason, count in skipped.items():
-        console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
-    if len(report.devices) > 1:
-        measured = ", ".join(f"{count} on {device}" for device, count in sorted(report.devices.items()))
-        console.print(f"traces measured: {measured}", highlight=False)
+    _print_figures(console, report)
     if report.interrupted:
         kept = f"{len(report.traces)} traces are kept" if report.traces else "no trace was finished"
         console.print(f"interrupted: {kept}. The same command continues", highlight=False)
         return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
+    step = _next_step(report, asked, screens=screens, again=again)
+    console.print(f"traces: {counts}. {escape(step)}", highlight=False, soft_wrap=True)
+
+
+def _print_figures(console: Console, report: BenchReport) -> None:
+    """Print the table of solutions, what was not run, and what each of several devices measured."""
+    from rich.markup import escape
+
+    from tilegym_db.measurement.plan import summarise
+
+    rows = summarise(report.traces)
+    if rows:
+        console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
+        columns = ("solution", "language", "passed", "vs stock", "vs best", "of light", "note")
+        print_table(columns, [_summary_cells(row) for row in rows], prose=("note",), least=("of light", "vs best"))
+    for reason, count in Counter(item.reason for item in report.plan.skipped).items():
+        console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
+    if len(report.devices) > 1:
+        measured = ", ".join(f"{count} on {device}" for device, count in sorted(report.devices.items()))
+        console.print(f"traces measured: {measured}", highlight=False)
+
+
+def _next_step(report: BenchReport, asked: str, *, screens: bool, again: str) -> str:
+    """Return the step after a run that was not interrupted: to a failure, to a draft that passed, or to the next command."""
+    from tilegym_db.measurement.plan import VERIFICATION
+    from tilegym_db.records.verdicts import MACHINE_SLOW, is_wrong
+
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
     tried = [trace for trace in last if trace.role == "kernel"] or last  # stock code beside a kernel passes
     # A wrong number on one workload outweighs the passes of its source on all others.
@@ -285,17 +298,11 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
         failed = next((trace for trace in tried if trace.status not in ("UNSUPPORTED", "PASSED")), None)
         busy = failed is None and any(trace.reason.startswith(MACHINE_SLOW) for trace in tried)
         if busy and again:
-            step = f"Next, once the machine is less busy: tilegym-db {again}"
-        else:
-            step = f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
-        console.print(f"traces: {counts}. {escape(step)}", highlight=False)
-        return
+            return f"Next, once the machine is less busy: tilegym-db {again}"
+        return f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
     if report.drafts:
-        command = next(iter(report.drafts.values())).add_command
-        console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False)
-        return
-    after = _next_command(report, tried, asked, screens=screens)
-    console.print(f"traces: {counts}. Next: tilegym-db {escape(after)}", highlight=False)
+        return f"Next: {next(iter(report.drafts.values())).add_command}"
+    return f"Next: tilegym-db {_next_command(report, tried, asked, screens=screens)}"
 
 
 def _next_command(report: BenchReport, tried: Sequence[Trace], asked: str, *, screens: bool) -> str:

@@ -5,12 +5,10 @@ The second part writes an export atomically into a new folder, and writes import
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import re
 import shlex
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import RecordError, StoreError, UsageError
-from tilegym_db.files import read_bytes, reason_of, write_folder
+from tilegym_db.files import reason_of, write_folder
 from tilegym_db.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
 from tilegym_db.paths import home as default_home
 from tilegym_db.paths import scratch_folder
@@ -242,13 +240,3 @@ def unread_form(path: Path) -> str | None:
         files = itertools.islice((one for one in path.rglob("*.json") if one.is_file()), MAX_FILES)
     found = next((file for file in files if _TILE_SIZES.fullmatch(file.name)), None)
     return None if found is None else TILE_SIZES.format(shlex.quote(str(found)))
-
-
-def parsed_source(file: Path) -> ast.Module:
-    """Return the syntax tree of a file; raise :class:`RecordError` if it is no Python source."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(read_bytes(file, "source"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RecordError(f"{file} is no Python source: {error}", code="source_invalid") from None

@@ -58,7 +58,7 @@ class NotDescribed(Exception):
 
 
 def described(forms: Sequence[tuple[str, str, str]], which: int) -> torch.Tensor:
-    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces; see ``description.py``.
+    """Return the description of one problem as JSON in a uint8 tensor, padded with spaces.
 
     Each problem runs in another process, so that the next one does not see what it does to PyTorch or Python.
     """
@@ -155,7 +155,7 @@ def _kernelbench(names: dict[str, Any], text: str) -> tuple[Callable[[Sizes], li
             value = names.get(name)
             entries = enumerate(value) if isinstance(value, tuple) else [("", value)]
             base |= {f"{name}{_place(at)}": entry for at, entry in entries if type(entry) is int and entry > 0}
-    fixed = _read_by(text, {"Model", "get_init_inputs"}, base)
+    fixed = _read_at_construction(text, base)
 
     def observe(sizes: Sizes) -> list[Seen]:
         for name, value in list(names.items()):
@@ -192,9 +192,9 @@ def _place(at: int | str) -> str:
     return "" if at == "" else f"_{at}"
 
 
-def _read_by(text: str, readers: set[str], names: Mapping[str, int]) -> set[str]:
-    """Return the sizes that some definitions of a module read."""
-    bodies = [node for node in ast.parse(text).body if getattr(node, "name", None) in readers]
+def _read_at_construction(text: str, names: Mapping[str, int]) -> set[str]:
+    """Return the sizes that the model and its initial inputs read."""
+    bodies = [node for node in ast.parse(text).body if getattr(node, "name", None) in ("Model", "get_init_inputs")]
     read = {node.id for body in bodies for node in ast.walk(body) if isinstance(node, ast.Name)}
     return {name for name in names if name in read or name.rpartition("_")[0] in read}
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
@@ -33,10 +35,14 @@ from tilegym_db.interchange.checks import (
     walk,
 )
 from tilegym_db.interchange.collecting import Collection
-from tilegym_db.judging.description import Description, one_line, read_description
 from tilegym_db.judging.straight_line import NotPlain, forward_as_function, plain_functions, spelled
 from tilegym_db.paths import scratch_folder
-from tilegym_db.records.dtypes import RECORD_DTYPES
+from tilegym_db.records.base import Int64, Real, Record, RecordPart
+from tilegym_db.records.dtypes import RECORD_DTYPES, Scalar
+from tilegym_db.records.workload import ScalarInput
+
+if TYPE_CHECKING:
+    from tilegym_db.judging.sandboxed import Confined
 
 KERNELBENCH, GPU_MODE = "kernelbench", "gpu-mode"
 RULES = Rules(
@@ -306,10 +312,6 @@ def observed(forms: Sequence[tuple[str, str, str]]) -> list[Description]:
     from tilegym_db.judging.describing import MAX_BYTES, described
     from tilegym_db.judging.sandboxed import Confined
     from tilegym_db.records import Definition, Solution
-    from tilegym_db.records.call import Call
-    from tilegym_db.records.workload import Case
-    from tilegym_db.verification.expected import OracleCase
-    from tilegym_db.verification.verifier import Failure
 
     definition = Definition.from_dict({
         "name": "description", "op_type": "description", "axes": {}, "inputs": {"which": {"shape": None, "dtype": "int64"}},
@@ -329,17 +331,29 @@ def observed(forms: Sequence[tuple[str, str, str]]) -> list[Description]:
         files = write_solution(Path(scratch, "source"), record, {"entry.py": entry.encode()})
         while len(found) < len(forms):
             with Confined(files, definition, "cpu", Path(scratch, f"worker-{len(found)}"), interpret=False) as worker:
-                failure = worker.load()
-                while failure is None and len(found) < len(forms):
-                    case = Case(Call("description", {}, scalars={"which": len(found)}), seed=0)
-                    outputs = worker.call(OracleCase(case, {"which": len(found)}, {}, {}))
-                    if isinstance(outputs, Failure):
-                        failure = outputs
-                    else:
-                        found.append(read_description(outputs["text"].numpy().tobytes()))
-                if failure is not None:  # of this problem; the next one gets a fresh worker
-                    reason = one_line(": ".join([failure.reason, *failure.log.splitlines()[:1]]))
-                    found.append(Description(reason=f"it does not run in the sandbox: {reason}"))
+                found += _observed_by(worker, range(len(found), len(forms)))
+    return found
+
+
+def _observed_by(worker: Confined, numbers: Iterable[int]) -> list[Description]:
+    """Return what one worker observes of problems, up to the first that fails; the next one then needs a fresh worker."""
+    from tilegym_db.records.call import Call
+    from tilegym_db.records.workload import Case
+    from tilegym_db.verification.expected import OracleCase
+    from tilegym_db.verification.verifier import Failure
+
+    found: list[Description] = []
+    failure = worker.load()
+    for number in numbers:
+        if failure is None:
+            case = Case(Call("description", {}, scalars={"which": number}), seed=0)
+            outputs = worker.call(OracleCase(case, {"which": number}, {}, {}))
+            if not isinstance(outputs, Failure):
+                found.append(read_description(outputs["text"].numpy().tobytes()))
+                continue
+            failure = outputs
+        reason = one_line(": ".join([failure.reason, *failure.log.splitlines()[:1]]))
+        return [*found, Description(reason=f"it does not run in the sandbox: {reason}")]
     return found
 
 
@@ -581,3 +595,74 @@ PROBLEM_DIALECTS = {
     for dialect in (KERNELBENCH, GPU_MODE)
 }
 """As :data:`tilegym_db.interchange.importing.DIALECTS`; reading runs the problems in the sandbox."""
+
+
+# ---- answers of workers -----------------------------------------------------------------------------
+# What a confined worker says about a problem. Foreign code ran there, so its answer is read like a foreign file.
+
+MAX_REASON = 300
+"""Maximum length of a reason, in characters."""
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_REASON)]
+Size = Annotated[str, Field(pattern=r"^[\w+\-*/() ]+$", max_length=MAX_REASON)]
+"""A number, or arithmetic over axes."""
+
+
+class Drawn(RecordPart):
+    """The distribution from which a problem draws an input."""
+
+    kind: Literal["normal", "made", "uniform", "integers"]
+    low: Int64 | Real | None = None
+    high: Int64 | Real | Size | None = None
+
+
+class Observed(RecordPart):
+    """A tensor or number of a problem. A number has no shape."""
+
+    role: Literal["buffer", "input", "scalar", "weight", "output"]
+    name: Annotated[str, Field(pattern=r"^\w[\w.]*$", max_length=MAX_REASON)]
+    dtype: Text
+    shape: list[Size] | None = None
+    drawn: Drawn | None = None
+    value: Scalar | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.role == "scalar") != (self.shape is None) or (self.role == "scalar") != (self.value is not None):
+            raise RecordError(f"{self.name}: a number has a value, and a tensor a shape", code="description_invalid")
+        if self.value is not None:
+            ScalarInput(type="scalar", value=self.value)
+        return self
+
+
+class Description(Record):
+    """Observations of a problem, or the reason that there are none."""
+
+    kind: ClassVar[str] = "description"
+    reason: str = ""
+    tensors: list[Observed] = Field(default_factory=list)
+    axes: dict[Text, Int64] = Field(default_factory=dict)
+    small: dict[Text, Int64] | None = None
+    run: str = ""
+    packed: bool = False
+    """True if a problem of GPU MODE gets its data as a tuple."""
+
+    @model_validator(mode="after")
+    def _has_inputs(self) -> Self:
+        if not self.reason and not any(one.role == "input" for one in self.tensors):
+            raise RecordError("none of its inputs is a tensor", code="description_invalid")
+        return self
+
+
+def read_description(content: bytes) -> Description:
+    """Return the answer of a worker; what is no description becomes a reason."""
+    try:
+        found = Description.from_json(content, "its answer")
+    except RecordError as error:
+        return Description(reason=f"it does not run in the sandbox: {one_line(str(error))}")
+    return found.model_copy(update={"reason": one_line(found.reason)})
+
+
+def one_line(text: str) -> str:
+    """Return a text of foreign code as one short line."""
+    return " ".join(text.split())[:MAX_REASON]

@@ -242,31 +242,10 @@ def _module_part(module: Module, code: FunctionType) -> _Part | str:
     if code.__closure__:
         return "its forward reads variables of a function around it"
     known = {name: value for name, value in methods(type(module)).items() if isinstance(value, FunctionType)}
-    trees: dict[str, ast.FunctionDef] = {}
-    waiting, reads = ["forward"], dict[str, Any]()
-    while waiting:
-        name = waiting.pop(0)
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(known[name]))).body
-        except (OSError, SyntaxError, ValueError):
-            return f"the source of its {name} is not known"
-        assert isinstance(tree, ast.FunctionDef), "methods are defined with def"
-        if tree.decorator_list:
-            return f"its {name} has a decorator, so its code is not the whole computation"
-        trees[name] = tree
-        owner = tree.args.args[0].arg if tree.args.args else ""
-        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_name(node.value, owner)]
-        if sum(is_name(node, owner) for node in ast.walk(tree)) != len(attributes):
-            return f"its {name} passes the module on"
-        for attribute in attributes:
-            if attribute.attr in known:
-                if attribute.attr not in trees and attribute.attr not in waiting:
-                    waiting.append(attribute.attr)
-                continue
-            value = getattr(module, attribute.attr, None)
-            if not isinstance(value, torch.Tensor) and type(value) is not float and not isinstance(value, PLAIN):
-                return f"its {attribute.attr} is a {type(value).__name__}"
-            reads[attribute.attr] = value
+    followed = _methods_and_reads(module, known)
+    if isinstance(followed, str):
+        return followed
+    trees, reads = followed
     clash = set(reads) & set(inspect.signature(code).parameters)
     if clash:
         return f"its {min(clash)} is both a parameter and an attribute"
@@ -284,6 +263,38 @@ def _module_part(module: Module, code: FunctionType) -> _Part | str:
     if unknown or fingerprint(code) is None:
         return f"the source of its {unknown or 'forward'} is not known"
     return _Part(code, reads, source, "forward", calls, tuple(trees))
+
+
+def _methods_and_reads(
+    module: Module, known: Mapping[str, FunctionType]
+) -> tuple[dict[str, ast.FunctionDef], dict[str, Any]] | str:
+    """Return the methods that a forward calls, itself included, and the attributes that they read, by name."""
+    trees: dict[str, ast.FunctionDef] = {}
+    waiting, reads = ["forward"], dict[str, Any]()
+    while waiting:
+        name = waiting.pop(0)
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(known[name]))).body
+        except (OSError, SyntaxError, ValueError):
+            return f"the source of its {name} is not known"
+        assert isinstance(tree, ast.FunctionDef), "methods are defined with def"
+        if tree.decorator_list:
+            return f"its {name} has a decorator, so its code is not the whole computation"
+        trees[name] = tree
+        owner = tree.args.args[0].arg if tree.args.args else ""
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_name(node.value, owner)]
+        if sum(is_name(node, owner) for node in ast.walk(tree)) != len(nodes):
+            return f"its {name} passes the module on"
+        attributes = list(dict.fromkeys(node.attr for node in nodes))
+        waiting += [one for one in attributes if one in known and one not in trees and one not in waiting]
+        for attribute in attributes:
+            if attribute in known:
+                continue
+            value = getattr(module, attribute, None)
+            if not isinstance(value, torch.Tensor) and type(value) is not float and not isinstance(value, PLAIN):
+                return f"its {attribute} is a {type(value).__name__}"
+            reads[attribute] = value
+    return trees, reads
 
 
 class _WithoutModule(ast.NodeTransformer):
@@ -465,12 +476,38 @@ def _drafted(
     shapes = _shapes(part, runs, outputs, fixed)
     if isinstance(shapes, str):
         return shapes
-    stream = next(value.dtype for value in main.tensors.values() if value.is_floating_point())
     layouts = _output_layouts(runs[-1], outputs)
     if isinstance(layouts, str):
         return layouts
+    code = _drafted_code(seam, part, main, outputs, shapes, fixed, layouts, tag)
+    definition, files = code_files(code)
+    compared = [*calls, *([] if other is None else [other])]
+    for call in compared:
+        reason = _why_other_numbers(definition, call, outputs)
+        if reason:
+            return reason
+    workloads = [_workload(definition, call, tag) for call in calls]
+    files["workloads.jsonl"] += "".join(f"{text}\n" for text in dict.fromkeys(workloads) if text)
+    files["captured.json"] = json.dumps(_account(seam, code, calls, workloads), indent=2) + "\n"
+    refused = hard_findings(scan_definition(definition))
+    left = next((f"line {one.line} {one.message}" for one in refused if one.path == "reference.py"), "")
+    return Cut(code.name, files, len(compared), left)
+
+
+def _drafted_code(
+    seam: Seam,
+    part: _Part,
+    main: RecordedCall,
+    outputs: Sequence[str | None],
+    shapes: _Shapes,
+    fixed: Mapping[str, Any],
+    layouts: Mapping[str, Any],
+    tag: str,
+) -> DraftedCode:
+    """Return what the draft of a Definition states of a part, by its first call."""
+    stream = next(value.dtype for value in main.tensors.values() if value.is_floating_point())
     module = "" if seam.function else seam.module_class.__name__
-    code = DraftedCode(
+    return DraftedCode(
         name=re.sub(WORD, "_", module or part.code.__name__).lower().strip("_"),
         description=f"The computation of {seam.name}, cut out of {tag or 'a model'}.",
         source=source_of(seam.module_class if module else part.code),
@@ -506,19 +543,6 @@ def _drafted(
             "eager_only": True,
         },
     )
-    definition, files = code_files(code)
-    compared = 0
-    for call in [*calls, *([] if other is None else [other])]:
-        reason = _why_other_numbers(definition, call, outputs)
-        if reason:
-            return reason
-        compared += 1
-    workloads = [_workload(definition, call, tag) for call in calls]
-    files["workloads.jsonl"] += "".join(f"{text}\n" for text in dict.fromkeys(workloads) if text)
-    files["captured.json"] = json.dumps(_account(seam, code, calls, workloads), indent=2) + "\n"
-    refused = hard_findings(scan_definition(definition))
-    left = next((f"line {one.line} {one.message}" for one in refused if one.path == "reference.py"), "")
-    return Cut(code.name, files, compared, left)
 
 
 @dataclass(frozen=True)
@@ -562,17 +586,17 @@ def _shapes(
             inputs[name].append(names[key])
             for found, size in zip(sizes, seen, strict=True):
                 found[names[key]] = size
-    found_outputs: dict[str, list[Size]] = {}
+    made: dict[str, list[Size]] = {}
     for output, at in _places(outputs):
-        found_outputs[output] = []
+        made[output] = []
         for place in range(last.results[at].dim()):
             seen = tuple(run.results[at].shape[place] for run in runs)
             symbol = None if symbols is None else symbols.of_result(at, place)
-            made = _output_size(seen, symbol, names, sizes)
-            if made is None:
+            axis = _output_size(seen, symbol, names, sizes)
+            if axis is None:
                 return f"the size {seen[0]} of its result {output} follows from no size of its arguments"
-            found_outputs[output].append(made)
-    return _Shapes(inputs, found_outputs, sizes, notes)
+            made[output].append(axis)
+    return _Shapes(inputs, made, sizes, notes)
 
 
 def _axis_note(name: str, place: int, seen: tuple[int, ...], *, is_known: bool) -> str:

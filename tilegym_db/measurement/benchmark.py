@@ -237,19 +237,7 @@ def _run(
 ) -> BenchReport:
     """Run one tier: plan it, measure, and ingest the traces."""
     machine, policy = setup.machine, POLICIES[options.tier]
-    with setup.store() as store:
-        done = done_keys(store, machine.gpu, policy.tier)
-        if policy is SCREEN:
-            done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
-        known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
-        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
-        spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
-        tuned, all_likely = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
-        whole = {setup.catalog.definition(name).digest for name in spread}
-    likely_fastest = current_best_alone(all_likely, whole, options.names, setup.catalog)
-    excluded = {key: f"did not pass the screen: {status}" for key, status in failed.items()}
-    refused = limits or {} if policy is PROMOTION else {}
-    plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)
+    plan, known = _planned(setup, options, policy, limits)
     observer.planned(plan, machine)
     screening = policy is SCREEN and not options.quick
     budget = TimingBudget.screening() if screening else timing_budget(options)
@@ -272,6 +260,26 @@ def _run(
             found = disagreements(store, machine.gpu, passed) if passed else []
             report.notes += [f"a pass does not count ({one.code}): {one.reason}" for one in found]
     return report
+
+
+def _planned(
+    setup: RunSetup, options: Options, policy: TierPolicy, limits: Mapping[str, str] | None
+) -> tuple[Plan, GpuPeaks | None]:
+    """Return what is left to measure in one tier, and the peaks of this GPU if they are known."""
+    machine, catalog = setup.machine, setup.catalog
+    with setup.store() as store:
+        done = done_keys(store, machine.gpu, policy.tier)
+        if policy is SCREEN:
+            done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
+        known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
+        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
+        spread = [name for name, definition in catalog.definitions.items() if draws_spread(definition)]
+        tuned, all_likely = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
+    whole = {catalog.definition(name).digest for name in spread}
+    likely_fastest = current_best_alone(all_likely, whole, options.names, catalog)
+    excluded = {key: f"did not pass the screen: {status}" for key, status in failed.items()}
+    refused = limits or {} if policy is PROMOTION else {}
+    return setup.plan(options, done, excluded, tuned, likely_fastest, refused), known
 
 
 def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:

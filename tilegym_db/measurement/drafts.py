@@ -105,7 +105,7 @@ def _known(name: str, catalog: Catalog) -> SolutionFiles | None:
 # Commands that only refuse a name read it, so this module loads no PyTorch.
 
 
-def candidate_root(home: Path | None = None) -> Path:
+def candidate_root(home: Path | None) -> Path:
     """Return the root of the candidates' catalog."""
     return loop_folder(home) / "candidates"
 

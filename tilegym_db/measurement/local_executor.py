@@ -242,24 +242,34 @@ def verify_batch(
         try:
             if not (is_few and compared):
                 _verify_tasks(_merged(asked, compared), context)
-                return
-            names = ", ".join(sorted({runner.solution.name for runner, _ in asked.values()}))
-            starting(f"verifying {names}; {len(compared)} to compare with wait for it")
-            with _Followed(
-                compared, context, lambda which: starting(f"verifying what {names} is compared with: {which}")
-            ) as others:
-                _verify_tasks(asked, context, others.follow)
-            for workload_run in workload_runs:
-                if not workload_run.has_winner:  # nothing is compared there
-                    for runner, _ in compared.values():
-                        workload_run.outcomes.pop(runner.name, None)
-            if not others.followed:
+            elif not _verify_asked_first(asked, compared, workload_runs, context, starting):
                 drawing.shutdown(wait=False, cancel_futures=True)  # nothing needs the other contents
         except BaseException:
             drawing.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
             ahead.stop.set()
+
+
+def _verify_asked_first(
+    asked: _Tasks,
+    compared: _Tasks,
+    workload_runs: Sequence[WorkloadRun],
+    context: RunContext,
+    starting: Starting,
+) -> bool:
+    """Verify new Solutions and, as soon as one passes, what they are compared with; return True if one passed."""
+    names = ", ".join(sorted({runner.solution.name for runner, _ in asked.values()}))
+    starting(f"verifying {names}; {len(compared)} to compare with wait for it")
+    with _Followed(
+        compared, context, lambda which: starting(f"verifying what {names} is compared with: {which}")
+    ) as others:
+        _verify_tasks(asked, context, others.follow)
+    for workload_run in workload_runs:
+        if not workload_run.has_winner:  # nothing is compared there
+            for runner, _ in compared.values():
+                workload_run.outcomes.pop(runner.name, None)
+    return others.followed
 
 
 def _is_open(workload_run: WorkloadRun) -> bool:

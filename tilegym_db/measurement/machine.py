@@ -453,7 +453,7 @@ _NO_GPU = (
 )
 
 
-def devices_of_options(gpu: str, gpus: str | None = None, executor: str | None = None) -> Devices:
+def devices_of_options(gpu: str, gpus: str | None, executor: str | None = None) -> Devices:
     """Return the devices that the options ``--gpu``, ``--gpus`` and ``--executor`` name, after :func:`refuse_absent`."""
     devices = Devices(gpu, None if gpus is None else parse_gpus(gpus), executor)
     refuse_absent(devices)

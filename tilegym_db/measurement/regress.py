@@ -600,8 +600,9 @@ class SourceHistory:
 
 
 def _places(solution: SolutionFiles) -> list[tuple[str, str]]:
-    """Return the possible folders and file names of its record, below the root: the current ones, the others of its
-    family, and those without a family.
+    """Return the folders below the root and the file names that the record of a Solution may have or have had.
+
+    The current ones are first, then those in the folder of its family, then those without a family.
     """
     folder = solution.folder.resolve().relative_to(solution.root).as_posix()
     record = solution.record

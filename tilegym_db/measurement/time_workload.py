@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,10 +19,11 @@ from tilegym_db.measurement.run_setup import RunContext, extent_of, fuzz_cases_o
 from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting_share, why_too_busy
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
+from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.records.verdicts import UNTIMED_TIERS
-from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import (
     KEPT_BYTES,
     ExpectedCache,
@@ -240,7 +241,7 @@ class WorkloadTiming:
         calls = [*verified.fuzz.scalars, contents.workload.scalars()]
         if contents.other is not None and not verified.is_other_excused:
             calls.append(contents.other.case.call.scalars)
-        ranges = scalar_ranges(definition, calls)
+        ranges = _scalar_ranges(definition, calls)
         reached = extent_of(definition, verified.fuzz.large)
         slices = verified.fuzz.slices + verified.verdict.slices
         cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
@@ -419,3 +420,14 @@ class _InputWatch(threading.Thread):
         """Stop, after the current comparison has ended."""
         self._done.set()
         self.join()
+
+
+def _scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, tuple[float, float]]:
+    """Return continuous scalar -> its smallest and largest value among the verified calls."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, spec in definition.inputs.items():
+        if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
+            values = [float(call[name]) for call in calls if isinstance(call.get(name), int | float)]  # type: ignore[arg-type]
+            if values:
+                found[name] = min(values), max(values)
+    return found

@@ -342,7 +342,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same values, where not a number is like not a number. It waits for the device."""
+    """Return True if two tensors have the same values; NaN equals NaN. Waits for the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
@@ -380,7 +380,7 @@ def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]
 
 
 def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
-    """Return a copy of inputs without those that a graph reads in place; add its tensors to ``kept`` as :func:`split` does."""
+    """Return a copy of inputs without those that a graph reads in place. Append the copied tensors to ``kept``."""
     if isinstance(inputs, torch.Tensor):
         kept.append(inputs.clone())
         return kept[-1]

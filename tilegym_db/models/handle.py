@@ -328,24 +328,28 @@ class Handle:
             captured = captured_calls(model, [site for site, _ in patched], inputs)
         for (site, dispatcher), calls, patience in zip(patched, captured, waited, strict=True):
             site.patience = patience
-            allocate = allocate_of(dispatcher.definition)
-            self._proofs[site] = tuple(proof for call in calls for proof in self._proofs_of(dispatcher, allocate, call))
-            for proof in self._proofs[site]:
-                if proof.kernel is not None and proof.reason:
-                    dispatcher.refuse(proof.kernel, proof.reason)
-                    if site.training is not None:
-                        site.training.refuse(proof.kernel, proof.reason)
-            for call in calls:
-                workload = workload_of(dispatcher.definition, call, allocate)
-                if workload is not None:
-                    self._workloads.setdefault(workload.uuid, workload)
+            self._prove_site(site, dispatcher, calls)
         for site in () if self._products is None else self._products.sites.values():
             site.bypassed.clear()
         if not any(captured):
             self._note = NOTHING_PROVED
 
+    def _prove_site(self, site: CallSite, dispatcher: Dispatcher, calls: Sequence[CapturedCall]) -> None:
+        """Try the kernels of one site on its calls, refuse those that fail, and keep the calls as Workloads."""
+        allocate = allocate_of(dispatcher.definition)
+        self._proofs[site] = tuple(proof for call in calls for proof in self._proofs_of(dispatcher, allocate, call))
+        for proof in self._proofs[site]:
+            if proof.kernel is not None and proof.reason:
+                dispatcher.refuse(proof.kernel, proof.reason)
+                if site.training is not None:
+                    site.training.refuse(proof.kernel, proof.reason)
+        for call in calls:
+            workload = workload_of(dispatcher.definition, call, allocate)
+            if workload is not None:
+                self._workloads.setdefault(workload.uuid, workload)
+
     def _proofs_of(self, dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> list[Proof]:
-        """Try the kernel of an eager call, and that of its replay if graphs may have another."""
+        """Try the kernel of an eager call, and also the kernel that a replay of the call would have, if it is another one."""
         proofs = [prove(dispatcher, allocate, call)]
         if self._products is not None:
             with replayed():

@@ -299,7 +299,7 @@ def why_not_prompt(inputs: Mapping[str, Any]) -> str:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True for None, and for what transformers has encoded of images and sounds if there are none."""
+    """Return True for None, and for a dict of None: the encodings of images and sounds in transformers if there are none."""
     return value is None or (isinstance(value, dict) and all(one is None for one in value.values()))
 
 

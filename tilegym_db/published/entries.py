@@ -386,12 +386,12 @@ REQUIREMENTS: tuple[Requirement, ...] = ("deterministic", "batch_invariant")
 
 
 def spelled_requirements(required: Collection[str]) -> str:
-    """Return ``that is batch-invariant`` with a space before it; "" if nothing is required."""
+    """Return the requirements as a clause, such as `` that is batch-invariant``; "" without requirements."""
     return f" that is {spelled_bits(required)}" if required else ""
 
 
 def spelled_bits(required: Collection[str]) -> str:
-    """Return ``deterministic and batch-invariant``, or what of both is required."""
+    """Return ``deterministic and batch-invariant``, or the one of them that is required."""
     return " and ".join(name.replace("_", "-") for name in REQUIREMENTS if name in required)
 
 

@@ -265,7 +265,7 @@ def own_tuning_files(home: Path) -> list[Path]:
     return regular_files(home / "tuning", "*.jsonl")
 
 
-def loop_folder(home: Path | None = None) -> Path:
+def loop_folder(home: Path | None) -> Path:
     """Return the folder of the loop's journals and submissions."""
     return (home or default_home()) / "loop"
 

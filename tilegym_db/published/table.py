@@ -306,7 +306,7 @@ def _cached_with_shared(
     return ResolverTable(snapshots[0].gpu, snapshots[0].sm, date, loaders, sources, peaks)
 
 
-def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
+def read_folder(folder: Path, *, trust: bool) -> ResolverTable:
     """Return the table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
     snapshot = _snapshot_of(folder, trust)
     loaders = {name: file.entries for name, file in _trace_files(snapshot).items()}
@@ -359,7 +359,7 @@ class TraceFile:
         return read_lines(self.snapshot.read(self.path, "trace file"), self.path)
 
     def entries(self) -> MeasuredEntries:
-        """Return its entries, with the origin of the folder; raises as :meth:`traces`."""
+        """Return the entries of the file, with the origin of the folder; raise the errors of :meth:`traces`."""
         traces = self.traces()
         lost = revoked_passes(traces)
         return self.entries_of([trace for trace in traces if trace.get("trace_id") not in lost])
@@ -556,7 +556,7 @@ class ServingLock:
         return ResolverTable(table.gpu, table.sm, table.published, loaders, table.source, table.load_peaks)
 
 
-def write_lock_file(path: Path, kernels: Iterable[LockedKernel], required: Collection[str] = ()) -> None:
+def write_lock_file(path: Path, kernels: Iterable[LockedKernel], required: Collection[str]) -> None:
     """Write kernels as a lock, sorted; the same kernels give the same bytes."""
     rows = [
         {**{name: getattr(kernel, name) for name in _TEXTS}, "config": kernel.config}

@@ -85,7 +85,7 @@ class Record(RecordPart):
         return record
 
     @classmethod
-    def from_parsed(cls, value: Any, source: str | Path = "<value>") -> Self:
+    def from_parsed(cls, value: Any, source: str | Path) -> Self:
         """Validate a value that was read from JSON; see :meth:`from_json`."""
         return cls._validated(value, source)
 

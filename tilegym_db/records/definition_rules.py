@@ -331,7 +331,7 @@ def check_joint_inputs(joint: JointInputs | None, generators: Mapping[str, Input
             raise RecordError(f"joint_inputs and input_generators both draw '{name}'", code="joint_input_drawn_twice")
     for what, names in (("inputs", joint.inputs), ("contents", joint.contents)):
         if len(set(names)) != len(names):
-            raise RecordError(f"joint_inputs.{what} names something twice", code="joint_input_repeated")
+            raise RecordError(f"joint_inputs.{what} has a name twice", code="joint_input_repeated")
     try:
         found = function_parameters(joint.source, "draw")
     except RecordError as error:
@@ -429,7 +429,9 @@ def check_sampled(
                 f"{where}: it must be an output that 'gathers' and 'in_place' do not name", code="sampled_not_plain"
             )
         if spec.shape is None or len(spec.shape) != 1:
-            raise RecordError(f"{where}: it must have one index a row, and so one axis", code="sampled_rank")
+            raise RecordError(
+                f"{where}: it must have one axis, because it holds one index per row", code="sampled_rank"
+            )
         if spec.dtype not in ("int32", "int64"):
             raise RecordError(
                 f"{where}: its dtype is {spec.dtype}; indices that are drawn are int32 or int64", code="sampled_dtype"

@@ -2,6 +2,8 @@
 
 The grammar is a part of Python's: integers, floats, axis names, ``+ - * / // % **``, comparisons, ``and or not``, ``min``,
 ``max``, ``ceil_div`` and ``sizeof(T)``. Other syntax is refused when the record is read; the message quotes it.
+
+The last part changes sizes so that they meet constraints.
 """
 
 from __future__ import annotations
@@ -10,14 +12,19 @@ import ast
 import contextlib
 import functools
 import hashlib
+import math
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.dtypes import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import random
 
 MAX_LENGTH = 400
 MAX_EXPONENT = 64
@@ -563,3 +570,95 @@ def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
     starred = [f"*{one.arg}" for one in (arguments.vararg, *arguments.kwonlyargs) if one is not None]
     starred += [f"**{arguments.kwarg.arg}"] if arguments.kwarg is not None else []
     return (*(argument.arg for argument in (*arguments.posonlyargs, *arguments.args)), *starred)
+
+
+# ---- repair of sizes ------------------------------------------------------------------------------
+# Changes random sizes to meet the usual constraints, which random sizes rarely meet.
+
+_PASSES = 2  # meeting one constraint (R <= D) may break another (R % 2 == 0)
+
+
+def repaired(
+    constraints: Sequence[str],
+    axes: Mapping[str, int],
+    fixed: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    generator: random.Random,
+) -> dict[str, int]:
+    """Return the axes, changed to meet constraints of known forms; the sizes in ``fixed`` stay.
+
+    Known forms are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an
+    axis or number, and ``and`` and ``or`` of these. The caller must check the result, because other forms are ignored.
+    """
+    repair = _Repair({**fixed, **axes}, frozenset(axes), dtypes, generator)
+    for _ in range(_PASSES):
+        broken = [text for text in constraints if not repair.holds(text)]
+        for text in broken:
+            repair.meet(parse_expression(text))
+        if not broken:
+            break
+    return {name: repair.sizes[name] for name in axes}
+
+
+@dataclass
+class _Repair:
+    sizes: dict[str, int]
+    movable: frozenset[str]
+    dtypes: Mapping[str, str]
+    generator: random.Random
+
+    def holds(self, text: str) -> bool:
+        try:
+            return evaluate_bool(text, self.sizes, self.dtypes)
+        except RecordError:
+            return False
+
+    def meet(self, node: ast.expr) -> None:
+        match node:
+            case ast.BoolOp(op=ast.Or(), values=values):
+                self.meet(self.generator.choice(values))
+            case ast.BoolOp(op=ast.And(), values=values):
+                for value in values:
+                    self.meet(value)
+            case ast.Compare(
+                left=ast.BinOp(left=left, op=ast.Mod(), right=divisor),
+                ops=[ast.Eq()],
+                comparators=[ast.Constant(value=0)],
+            ):
+                self._make_multiple(left, divisor)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                for one, op, other in zip((left, *comparators), ops, comparators, strict=False):
+                    self._meet_comparison(one, op, other)
+
+    def _make_multiple(self, left: ast.expr, divisor: ast.expr) -> None:
+        """Round the one axis of ``left`` (``N``, ``2*N``, ``N * sizeof(T)``) down to a multiple, but not to zero."""
+        names = [node.id for node in ast.walk(left) if isinstance(node, ast.Name) and node.id in self.movable]
+        modulus = self._value(divisor)
+        if len(names) != 1 or not modulus:
+            return
+        (name,) = names
+        factor = self._value(left, {name: 1})
+        if factor and factor == int(factor):
+            step = int(modulus) // math.gcd(int(modulus), int(factor))
+            self.sizes[name] = max(step, self.sizes[name] // step * step)
+
+    def _meet_comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> None:
+        """Set the axis that stands alone on one side, preferably the left, to satisfy the comparison with the other side."""
+        slack = {ast.Lt: -1, ast.Gt: 1}.get(type(op), 0)
+        for moving, other, sign in ((left, right, 1), (right, left, -1)):
+            target = self._value(other)
+            if not isinstance(moving, ast.Name) or moving.id not in self.movable or target is None:
+                continue
+            size, wanted = self.sizes[moving.id], int(target) + sign * slack
+            if isinstance(op, ast.Eq):
+                self.sizes[moving.id] = wanted
+            elif isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+                is_upper = isinstance(op, ast.Lt | ast.LtE) == (sign == 1)
+                self.sizes[moving.id] = min(size, wanted) if is_upper else max(size, wanted)
+            return
+
+    def _value(self, node: ast.expr, changed: Mapping[str, int] | None = None) -> float | None:
+        try:
+            return float(evaluate(ast.unparse(node), {**self.sizes, **(changed or {})}, self.dtypes))
+        except RecordError:
+            return None

@@ -22,7 +22,7 @@ def binding_key(values: Mapping[str, object]) -> str:
     return ",".join(f"{name}={values[name]}" for name in sorted(values))
 
 
-def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
+def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str) -> str:
     """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
     options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
     return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])

@@ -75,8 +75,6 @@ class Evidence:
     axes: Mapping[str, int] | None = None
     """The measured point; differs from the request's axes if the source is ``nearest``."""
     candidate: Candidate | None = None
-    other_axes: Mapping[str, int] | None = None
-    """The second measured point of a request between two points."""
 
 
 @dataclass(frozen=True)
@@ -261,24 +259,35 @@ def _one_for_every_batch(
     times: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for candidate in points[0].candidates:
-        product = 1.0
-        for point in points:
-            there = next((one for one in point.candidates if _is_same_kernel(one, candidate)), None)
-            reason = _why_not_there(there, point, request, table, solutions)
-            if reason or there is None or there.latency_us is None:
-                reasons[str(candidate)] = (
-                    f"{required} at {axis}={point.call.axes[axis]} {reason or 'it was not measured'}"
-                )
-                break
-            product *= there.latency_us
+        found = _product_of_times(candidate, points, request, table, solutions)
+        if isinstance(found, str):
+            reasons[str(candidate)] = f"{required} {found}"
         else:
-            times[str(candidate)] = product
+            times[str(candidate)] = found
     winner = min(times, key=lambda name: (times[name], name), default="")
     kept = [one for one in eligible if str(one) == winner]
     missing = (
         f"{required} it was not measured at every {axis}" if not winner else f"{required} {winner} serves every {axis}"
     )
     return kept, [Rejection(one, reasons.get(str(one), missing)) for one in eligible if one not in kept]
+
+
+def _product_of_times(
+    candidate: Candidate,
+    points: Sequence[Entry],
+    request: Request,
+    table: ResolverTable,
+    solutions: Mapping[str, SolutionFiles],
+) -> float | str:
+    """Return the product of a kernel's latencies at all points, or the first point that it does not serve with the reason."""
+    axis, product = request.definition.batch_axis, 1.0
+    for point in points:
+        there = next((one for one in point.candidates if _is_same_kernel(one, candidate)), None)
+        reason = _why_not_there(there, point, request, table, solutions)
+        if reason or there is None or there.latency_us is None:
+            return f"at {axis}={point.call.axes[axis]} {reason or 'it was not measured'}"
+        product *= there.latency_us
+    return product
 
 
 def _why_not_there(
@@ -401,7 +410,7 @@ def _conclude(
     other = point.between.others[0].call.axes if point.between is not None and point.between.others else None
     if not eligible:
         reason = _why_nothing_eligible(point, where, rejected, table.required) + _REPLAYED[launch]
-        evidence = Evidence("stock", reason, table.gpu, table.published, axes, other_axes=other)
+        evidence = Evidence("stock", reason, table.gpu, table.published, axes)
         return Decision(None, {}, evidence, tuple(rejected))
     winner, lost = _fastest(eligible, serving, launch)
     source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
@@ -421,7 +430,7 @@ def _conclude(
     if point.between is not None and point.between.halves:
         reason += "; beyond the measured work, more of which is only repeated"
     reason += _whose_word(winner) + _REPLAYED[launch]
-    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner, other)
+    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
 
 

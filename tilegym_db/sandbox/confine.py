@@ -259,7 +259,7 @@ def _mount_proc(bounds: ResourceBounds) -> None:
 
 
 def _reveal(paths: Iterable[Path]) -> None:
-    """Mount an empty folder over each one that others cannot enter, and show only the given paths in it."""
+    """Show paths that lie in folders which other users cannot enter: mount an empty folder there with only these paths in it."""
     hidden_by: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(path.resolve() for path in paths if path.exists()):
         closed = next((ancestor for ancestor in reversed(path.parents) if not _lets_others_in(ancestor)), None)

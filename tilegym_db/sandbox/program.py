@@ -211,9 +211,9 @@ class Worker:
         return {"calls": made, "differing": differing, **({"mismatch": mismatch} if mismatch else {})}
 
     def misuse(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution with an object that is no tensor in place of each tensor of the first slot, and ignore its errors.
+        """Call the Solution once per tensor of the first slot with another object in its place, and ignore the errors.
 
-        Nearly every kernel raises, each time at another place: as a model's does that runs out of memory, or is interrupted.
+        Nearly every kernel then raises at some line. In a model it may raise there too, without memory or by an interrupt.
         """
         slot, raised = self.slots[0], 0
         for name in [name for name, value in slot.items() if isinstance(value, torch.Tensor)]:
@@ -297,7 +297,7 @@ class Worker:
         return {name: described(value, written=name in written) for name, value in tensors.items()}
 
     def _changed(self, before: Mapping[str, Described], slot: Mapping[str, Any]) -> dict[str, str] | None:
-        """Return the kind of a mismatch and a sentence if a call has changed more of a tensor than the contents of an output."""
+        """Return a mismatch, its kind and a description, if a call changed an input, or the shape or place of an output."""
         written = {*self.outputs, *self.in_place}
         for name, known in before.items():
             what = changed_property(known, slot[name], written=name in written)

@@ -651,7 +651,7 @@ class _ForkServer:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        """End it; supervisors that stem from it end as well. Safe to call twice."""
+        """End the fork server and the supervisors that stem from it. Safe to call twice."""
         self._socket.close()
         self._process.kill()
         self._process.wait()

@@ -111,7 +111,7 @@ def ask(
     def answer() -> QueryResult:
         check_open(store)
         check_single_read(connection, text)
-        asked = with_comments(text, connection, VIEWS)
+        asked = with_comments(text, connection)
         if as_arrow:
             table = connection.sql(asked, params=params or None).to_arrow_table()
             return QueryResult(tuple(table.column_names), tuple(map(str, table.schema.types)), [], warning, table)
@@ -285,30 +285,29 @@ def comment_on(view: str, column: str = "") -> str:
     return str(own.get(column) or stated["columns"].get(column, ""))
 
 
-def with_comments(text: str, connection: DuckDBPyConnection, views: Sequence[str]) -> str:
+def with_comments(text: str, connection: DuckDBPyConnection) -> str:
     """Return a statement; one that asks for the views or for the columns of a view gives them with comments.
 
-    Args:
-        views: the names that users may rely on. Other views and the tables behind them are left out of ``SHOW TABLES``.
+    Views beside :data:`VIEWS`, and the tables behind them, are left out of ``SHOW TABLES``.
     """
     found = _ASKED.fullmatch(text)
     if found is None:
         return text
-    there = [name for (name,) in connection.execute(_VIEWS).fetchall() if name in views]
+    there = [name for (name,) in connection.execute(_VIEWS).fetchall() if name in VIEWS]
     if found["tables"]:
-        rows = [(name, comment_on(name)) for name in views if name in there]
+        rows = [(name, comment_on(name)) for name in VIEWS if name in there]
         return _values(("view", "comment"), rows) if rows else text
     view = found["view"].lower()
     return _values(("column_name", "column_type", "comment"), _columns(view, connection)) if view in there else text
 
 
-def schema_statement(view: str | None, connection: DuckDBPyConnection, views: Sequence[str]) -> str:
+def schema_statement(view: str | None, connection: DuckDBPyConnection) -> str:
     """Return the statement that gives every column of a view, or of all views, with its type and meaning."""
-    if view is not None and view not in views:
+    if view is not None and view not in VIEWS:
         raise QueryError(
-            f"no view '{view}'.{did_you_mean(view, views)} Views: {', '.join(views)}.", code="view_unknown"
+            f"no view '{view}'.{did_you_mean(view, VIEWS)} Views: {', '.join(VIEWS)}.", code="view_unknown"
         )
-    chosen = views if view is None else [view]
+    chosen = VIEWS if view is None else [view]
     rows = [(name, *row) for name in chosen for row in _columns(name, connection)]
     return _values(("view", "column_name", "column_type", "comment"), rows)
 

@@ -20,7 +20,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
 from tilegym_db.files import regular_files
 from tilegym_db.store import statements
-from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
+from tilegym_db.store.asking import QueryResult, ask, schema_statement
 from tilegym_db.store.connection import (
     LOCK_TIMEOUT_S,
     Store,
@@ -193,4 +193,4 @@ def run_schema_query(view: str | None = None, *, path: Path | None = None, as_ar
     Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
     """
     with open_store(path, read_only=True, lock_timeout_s=LOCK_TIMEOUT_S) as store:
-        return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)
+        return ask(store, schema_statement(view, store.connection), as_arrow=as_arrow)

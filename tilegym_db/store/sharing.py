@@ -379,7 +379,7 @@ _UNVERIFIED = """
 """
 
 
-def shareable_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
+def shareable_traces(store: Store, gpu: str | None, op_type: str | None = None) -> list[Trace]:
     """Return the shareable traces of one GPU slug and family, or of all, oldest first."""
     ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))

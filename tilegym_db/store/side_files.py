@@ -356,7 +356,7 @@ _INSERT = """INSERT INTO loop_records
 
 
 @contextmanager
-def loop_lock(home: Path | None = None) -> Iterator[None]:
+def loop_lock(home: Path | None) -> Iterator[None]:
     """Hold the lock of the journals, so that read records stay current until the next append."""
     with writing(loop_folder(home)):
         yield

@@ -228,7 +228,7 @@ def read_draft(
     path: Path,
     catalog: Catalog,
     *,
-    definition: str | None = None,
+    definition: str | None,
     language: str | None = None,
     name: str | None = None,
     author: str | None = None,

@@ -3,12 +3,11 @@
 Candidates are drawn at random. Of several, the one is kept that covers most new pairs of (axis, kind of size), layout,
 contents and alignment. In this way a few cases cover most pairs. The secret seed decides which cases they are.
 
-The module's parts are the cases, their layouts, and the repair of sizes to meet constraints.
+The module's parts are the cases and their layouts.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
 import math
@@ -23,7 +22,7 @@ from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.records.definition_parts import accepts, contiguous_strides, spelled
 from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
-from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, parse_expression
+from tilegym_db.records.expressions import evaluate_int, repaired
 from tilegym_db.records.workload import Case
 from tilegym_db.verification.distributions import (
     DISTRIBUTIONS,
@@ -303,10 +302,10 @@ def fuzz_cases(
 ) -> list[Case]:
     """Return distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
 
-    The first four cases include: a misaligned address; padded rows that end within a vector of 16 bytes, with rows that
-    begin at such vectors and with rows that do not (the first two cases have both); odd sizes; and planted special values.
-    A full set has one in which a gradient is a sum over very many rows, if the Definition has such a gradient.
-    They do so as far as the Solution's layouts, the constraints and the Definition's special values allow.
+    Among the first four cases are a misaligned address, odd sizes and planted special values. Rows are padded, and end within
+    a vector of 16 bytes: in one of the first two cases they begin at such vectors, in the other they do not. If a gradient
+    of the Definition is a sum over rows, one case of a full set has very many rows. What the layouts of the Solution,
+    the constraints or the special values of the Definition exclude is left out.
 
     Args:
         anchors: sizes of real workloads. Every second case takes some axes from one, so that a special case for a shape
@@ -753,95 +752,3 @@ def ragged_rows(
 
 def _bytes(definition: Definition, name: str, dtypes: Mapping[str, str]) -> int:
     return STORED_BYTES[definition.dtype_of(name, dtypes)]
-
-
-# ---- repair of sizes ------------------------------------------------------------------------------
-# Changes random sizes to meet the usual constraints, which random sizes rarely meet.
-
-_PASSES = 2  # meeting one constraint (R <= D) may break another (R % 2 == 0)
-
-
-def repaired(
-    constraints: Sequence[str],
-    axes: Mapping[str, int],
-    fixed: Mapping[str, int],
-    dtypes: Mapping[str, str],
-    generator: random.Random,
-) -> dict[str, int]:
-    """Return the axes, changed to meet constraints of known forms; the sizes in ``fixed`` stay.
-
-    Known forms are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an
-    axis or number, and ``and`` and ``or`` of these. The caller must check the result, because other forms are ignored.
-    """
-    repair = _Repair({**fixed, **axes}, frozenset(axes), dtypes, generator)
-    for _ in range(_PASSES):
-        broken = [text for text in constraints if not repair.holds(text)]
-        for text in broken:
-            repair.meet(parse_expression(text))
-        if not broken:
-            break
-    return {name: repair.sizes[name] for name in axes}
-
-
-@dataclass
-class _Repair:
-    sizes: dict[str, int]
-    movable: frozenset[str]
-    dtypes: Mapping[str, str]
-    generator: random.Random
-
-    def holds(self, text: str) -> bool:
-        try:
-            return evaluate_bool(text, self.sizes, self.dtypes)
-        except RecordError:
-            return False
-
-    def meet(self, node: ast.expr) -> None:
-        match node:
-            case ast.BoolOp(op=ast.Or(), values=values):
-                self.meet(self.generator.choice(values))
-            case ast.BoolOp(op=ast.And(), values=values):
-                for value in values:
-                    self.meet(value)
-            case ast.Compare(
-                left=ast.BinOp(left=left, op=ast.Mod(), right=divisor),
-                ops=[ast.Eq()],
-                comparators=[ast.Constant(value=0)],
-            ):
-                self._make_multiple(left, divisor)
-            case ast.Compare(left=left, ops=ops, comparators=comparators):
-                for one, op, other in zip((left, *comparators), ops, comparators, strict=False):
-                    self._meet_comparison(one, op, other)
-
-    def _make_multiple(self, left: ast.expr, divisor: ast.expr) -> None:
-        """Round the one axis of ``left`` (``N``, ``2*N``, ``N * sizeof(T)``) down to a multiple, but not to zero."""
-        names = [node.id for node in ast.walk(left) if isinstance(node, ast.Name) and node.id in self.movable]
-        modulus = self._value(divisor)
-        if len(names) != 1 or not modulus:
-            return
-        (name,) = names
-        factor = self._value(left, {name: 1})
-        if factor and factor == int(factor):
-            step = int(modulus) // math.gcd(int(modulus), int(factor))
-            self.sizes[name] = max(step, self.sizes[name] // step * step)
-
-    def _meet_comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> None:
-        """Set the axis that stands alone on one side, preferably the left, to satisfy the comparison with the other side."""
-        slack = {ast.Lt: -1, ast.Gt: 1}.get(type(op), 0)
-        for moving, other, sign in ((left, right, 1), (right, left, -1)):
-            target = self._value(other)
-            if not isinstance(moving, ast.Name) or moving.id not in self.movable or target is None:
-                continue
-            size, wanted = self.sizes[moving.id], int(target) + sign * slack
-            if isinstance(op, ast.Eq):
-                self.sizes[moving.id] = wanted
-            elif isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-                is_upper = isinstance(op, ast.Lt | ast.LtE) == (sign == 1)
-                self.sizes[moving.id] = min(size, wanted) if is_upper else max(size, wanted)
-            return
-
-    def _value(self, node: ast.expr, changed: Mapping[str, int] | None = None) -> float | None:
-        try:
-            return float(evaluate(ast.unparse(node), {**self.sizes, **(changed or {})}, self.dtypes))
-        except RecordError:
-            return None

@@ -89,10 +89,6 @@ def catalog_findings(
                     code="draft_of_solution",
                 )
             catalog.definition(name)  # raises for an unknown name before any slow step
-    from tilegym_db.verification.admission import run_self_test
-    from tilegym_db.verification.inputs import blob_problems
-    from tilegym_db.verification.self_test import tiny_workloads
-
     findings = [
         *writers.lock_findings(catalog),
         *dict.fromkeys(broken.reason for broken in catalog.broken(tuple(names))),
@@ -106,28 +102,39 @@ def catalog_findings(
             continue  # reported above
         if name in catalog.solutions and name not in catalog.definitions:
             files = catalog.solutions[name]
-            findings += scan_findings(files, on_note)
-            places = unfinished(files.record, files.sources, catalog.definition(files.record.definition))
-            findings += [f"{name}: {place}" for place in places]
-            continue
-        definition = catalog.definition(name)
-        findings += open_places(catalog.definition_paths[name]) + copied_findings(definition)
-        workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
-        if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
-            findings.append(
-                f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on. "
-                f"Try: tilegym-db new solution {name} --stock"
-            )
-        findings += backward_findings(catalog, definition) + training_findings(catalog, definition)
-        for solution in solutions:
-            findings += scan_findings(solution, on_note)
-            findings += [
-                f"{solution.name}: {place}" for place in unfinished(solution.record, solution.sources, definition)
-            ]
-        findings += blob_problems(definition, workloads, catalog.roots)
-        if runs:
-            findings += run_self_test(definition, tiny_workloads(definition, workloads))
+            findings += _solution_findings(files, catalog.definition(files.record.definition), on_note)
+        else:
+            findings += _definition_findings(catalog, catalog.definition(name), on_note, runs=runs)
     return findings + ([] if names else _pattern_findings(catalog))
+
+
+def _solution_findings(files: SolutionFiles, definition: Definition, on_note: Remark | None) -> list[str]:
+    """Return what the scan finds in a Solution, and the places that its author has not filled in."""
+    places = unfinished(files.record, files.sources, definition)
+    return [*scan_findings(files, on_note), *(f"{files.name}: {place}" for place in places)]
+
+
+def _definition_findings(catalog: Catalog, definition: Definition, on_note: Remark | None, *, runs: bool) -> list[str]:
+    """Return the findings about a Definition, its Solutions and its Workloads. With ``runs``, its self-test counts."""
+    from tilegym_db.verification.admission import run_self_test
+    from tilegym_db.verification.inputs import blob_problems
+    from tilegym_db.verification.self_test import tiny_workloads
+
+    name = definition.name
+    workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
+    findings = open_places(catalog.definition_paths[name]) + copied_findings(definition)
+    if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
+        findings.append(
+            f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on. "
+            f"Try: tilegym-db new solution {name} --stock"
+        )
+    findings += backward_findings(catalog, definition) + training_findings(catalog, definition)
+    for solution in solutions:
+        findings += _solution_findings(solution, definition, on_note)
+    findings += blob_problems(definition, workloads, catalog.roots)
+    if runs:
+        findings += run_self_test(definition, tiny_workloads(definition, workloads))
+    return findings
 
 
 def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
@@ -146,7 +153,7 @@ def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
 
 
 def training_findings(catalog: Catalog, definition: Definition) -> list[str]:
-    """Return why training cannot ask for the Definition that one names in its place; empty if it can, or if none is named."""
+    """Return why the Definition of ``serving.in_training`` cannot take the place of this one; empty without a problem."""
     name = None if definition.serving is None else definition.serving.in_training
     if name is None:
         return []

@@ -129,7 +129,7 @@ class Uncertainties:
     """Uncertainties of the elements of one case, computed on first use and kept for all its comparisons; thread-safe."""
 
     def __init__(self) -> None:
-        """Start with none; ``seconds`` is the time spent on them."""
+        """Start without uncertainties; ``seconds`` is the time spent on computing them."""
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._known: dict[tuple[tuple[str, ...], int], dict[str, torch.Tensor] | None] = {}
@@ -138,7 +138,7 @@ class Uncertainties:
     def after(
         self, draws: int, definition: Definition, inputs: Mapping[str, Any], truth: Outputs
     ) -> dict[str, torch.Tensor] | None:
-        """Return the uncertainty of each element by output after some draws; None if there are not so many.
+        """Return the uncertainty of each element by output after some draws; None if fewer were made.
 
         ``definition`` may lack outputs that a Solution omits. The other arguments are those of the case.
         """

@@ -659,8 +659,6 @@ def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch
 #
 # All of them depend only on the case's seed, its contents and the input's name, so that a report can reproduce the case.
 
-ScalarRange = tuple[float, float]
-
 DECADES_DOWN, DECADES_UP = 3.0, 2.0
 """Decades by which a continuous scalar is varied around the Workload's value."""
 KEEPS_ITS_SCALARS = 0.2
@@ -737,17 +735,6 @@ def _rounded(value: float, low: float, high: float, drawn: random.Random) -> flo
     return math.copysign(drawn.choice(inside), value) if inside else value
 
 
-def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, ScalarRange]:
-    """Return continuous scalar -> its smallest and largest value among the verified calls."""
-    found: dict[str, ScalarRange] = {}
-    for name, spec in definition.inputs.items():
-        if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
-            values = [float(call[name]) for call in calls if isinstance(call.get(name), int | float)]  # type: ignore[arg-type]
-            if values:
-                found[name] = min(values), max(values)
-    return found
-
-
 def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str, str]:
     """Return input -> the distribution of its contents.
 
@@ -764,27 +751,33 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
         ordinary, weight = drawn.choice(ORDINARY), drawn.choice(_WEIGHTS)
         if name not in names:
             continue
+        generated = name in definition.input_generators
         if name not in matrices:
-            generated = name in definition.input_generators
-            weight = "unit" if generated and weight == SAME_VALUE else weight
-            style = EXACT if distribution == EXACT and not generated else "normal" if distribution in _PLAIN else weight
+            styles[name] = _style_of_weight(distribution, weight, generated=generated)
         elif distribution == VARIED:
-            style = drawn.choice(sorted(EXTREME)) if name == extreme and drawn.random() < EXTREME_SHARE else ordinary
+            is_extreme = name == extreme and drawn.random() < EXTREME_SHARE
+            styles[name] = drawn.choice(sorted(EXTREME)) if is_extreme else ordinary
         elif distribution in EXTREME:
-            style = distribution if name == extreme else "normal"
+            styles[name] = distribution if name == extreme else "normal"
         elif distribution == FAR_BELOW:
-            style = BELOW_ALONE if len(matrices) == 1 else BELOW if name == matrices[0] else ABOVE
-        elif name in definition.input_generators and distribution not in ORDINARY:
-            style = "normal"
+            styles[name] = BELOW_ALONE if len(matrices) == 1 else BELOW if name == matrices[0] else ABOVE
         else:
-            style = distribution
-        styles[name] = style
+            styles[name] = "normal" if generated and distribution not in ORDINARY else distribution
     untrained = ALL_ONES if ONES in modifiers else ALL_ZEROS if ZEROS in modifiers else None
     weights = _weights(definition) if untrained is not None else []
     if untrained is not None and weights:
         one = drawn.choice(weights)
         styles |= {name: untrained for name in weights if name == one or drawn.random() < 0.5}
     return styles
+
+
+def _style_of_weight(distribution: str, drawn: str, *, generated: bool) -> str:
+    """Return the distribution of an input with fewer dimensions than a matrix. One that is generated is never all equal."""
+    if distribution == EXACT and not generated:
+        return EXACT
+    if distribution in _PLAIN:
+        return "normal"
+    return "unit" if generated and drawn == SAME_VALUE else drawn
 
 
 def _weights(definition: Definition) -> list[str]:

@@ -1,4 +1,4 @@
-"""Oracle cases: drawn inputs, the oracle's outputs, and the error of the reference; and those of one Workload."""
+"""Cases with drawn inputs, the oracle's outputs and the error of the reference: of fuzz cases, and of a Workload's contents."""
 
 from __future__ import annotations
 
@@ -683,8 +683,8 @@ class WorkloadContents:
     def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
         """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
 
-        Drawing must have ended before :meth:`fresh` is called. Large contents are not drawn ahead: workers that verify the shape
-        meanwhile need the memory of their oracle.
+        Drawing must have ended before :meth:`fresh` is called. Large contents are not drawn ahead: the
+        workers that verify the shape then need the memory of their oracle.
         """
         if not self._is_large:
             self._draw_fresh(0, count, stopped)

@@ -315,15 +315,8 @@ def _check_close(
         *rows.norms, worst, at, rows.error.max(), wrong.sum()
     )
     rel_fro, worst_row, count = _ratio(norm, scale), int(place), int(exceeding)
-    allowed, cap = E_BASE_FACTOR * e_base.rel_fro, TAU_CAP * limits.tau
     few = actual.dim() > 1 and rows.want.shape[0] < AVERAGING_ROWS
-    limit = min(max(FACTOR_BELOW_THEM * limits.tau if few else limits.tau, allowed), cap)
-    most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, allowed), cap)
-    most = min(
-        max(most, E_BASE_FACTOR * e_base.row),
-        E_BASE_FACTOR * most,
-        WORST_ROW_FACTOR * max(cap, TAU_CAP * limits.row_tau),
-    )
+    limit, most = _max_errors(limits, e_base, few=few)
     figures = (rel_fro, worst_row_rel, largest, 1.0 - count / actual.numel())
 
     shown: torch.Tensor | None = None
@@ -347,6 +340,19 @@ def _check_close(
     if shown is None:
         shown = wrong if count else _whole_row(worst_row, actual)
     return failed(gate, f"{name}: {what}", figures, shown.reshape(actual.shape), actual, oracle, worst_row)
+
+
+def _max_errors(limits: Limits, e_base: ReferenceDeviation, *, few: bool) -> tuple[float, float]:
+    """Return the maximum relative error of an output, and of one of its rows. ``few`` rows do not average their errors out."""
+    allowed, cap = E_BASE_FACTOR * e_base.rel_fro, TAU_CAP * limits.tau
+    of_output = min(max(FACTOR_BELOW_THEM * limits.tau if few else limits.tau, allowed), cap)
+    of_row = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, allowed), cap)
+    of_row = min(
+        max(of_row, E_BASE_FACTOR * e_base.row),
+        E_BASE_FACTOR * of_row,
+        WORST_ROW_FACTOR * max(cap, TAU_CAP * limits.row_tau),
+    )
+    return of_output, of_row
 
 
 def _mask_mismatch(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -529,18 +535,8 @@ def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
     axes = [axis for axis, size in enumerate(shape) if size >= MIN_BIAS_SIDE]
     asked, lines = list[torch.Tensor](), dict[int, torch.Tensor]()
     for axis in axes:
-        others = [1 + other for other in range(last) if other != axis]
-        columns = elements.sum(dim=others) if others else elements
-        of_quarters = (
-            columns[..., : len(quarters) * step].reshape(*columns.shape[:-1], len(quarters), step) if quarters else None
-        )
-        if axis == last:
-            lines[axis] = columns
-            asked += [_sums_of(columns)[..., None], *([_sums_of(of_quarters)] if of_quarters is not None else ())]
-        else:
-            lines[axis] = columns.sum(dim=-1)
-            summed = [lines[axis][..., None], *([of_quarters.sum(dim=-1)] if of_quarters is not None else ())]
-            asked.append(_sums_of(torch.cat(summed, dim=-1).transpose(1, 2)))
+        lines[axis], sums_of_parts = _along(elements, axis, len(quarters), step)
+        asked += sums_of_parts
     grouped = []
     for axis in (last, 0) if of_rows else (last,):
         groups = shape[axis] // LANES
@@ -559,6 +555,24 @@ def _means(elements: torch.Tensor, *, of_rows: bool) -> list[_Mean]:
             lanes = _of_lanes(sums[start : start + LANES])
             found += lanes if axis == last else [(mean, slice(None)) for mean, _ in lanes]
     return found
+
+
+def _along(elements: torch.Tensor, axis: int, quarters: int, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the sum of each line of an axis, ``[3, lines]``, and :func:`_sums_of` all columns and of each quarter.
+
+    Args:
+        quarters: their number; 0 if the columns are too few.
+        step: the columns of a quarter.
+    """
+    last = elements.dim() - 2
+    others = [1 + other for other in range(last) if other != axis]
+    columns = elements.sum(dim=others) if others else elements
+    parts = [columns[..., : quarters * step].reshape(*columns.shape[:-1], quarters, step)] if quarters else []
+    if axis == last:  # the lines are the columns
+        return columns, [_sums_of(columns)[..., None], *map(_sums_of, parts)]
+    lines = columns.sum(dim=-1)
+    summed = torch.cat([lines[..., None], *(part.sum(dim=-1) for part in parts)], dim=-1)
+    return lines, [_sums_of(summed.transpose(1, 2))]
 
 
 def _sums_of(lines: torch.Tensor) -> torch.Tensor:

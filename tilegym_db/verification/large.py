@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
@@ -19,8 +19,9 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, is_code_selecting, scalars_with_axes
 from tilegym_db.records.definition_parts import contiguous_strides
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
+from tilegym_db.records.expressions import repaired
 from tilegym_db.records.workload import Case
-from tilegym_db.verification.cases import SIZES, TILES, repaired, summed_axis
+from tilegym_db.verification.cases import SIZES, TILES, summed_axis
 from tilegym_db.verification.distributions import CONTENTS, RAGGED, SOFTMAX
 from tilegym_db.verification.inputs import has_spreads
 from tilegym_db.verification.oracle import loops
@@ -130,7 +131,7 @@ def large_cases(
     octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
     many, beyond = ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20))
     found = [drawn.case(repeated, octaves[0])]
-    found += [drawn.first_case([axis], VERY_MANY_ROWS) for axis in repeated]
+    found += [drawn.of_very_many([axis]) for axis in repeated]
     generator.shuffle(others)
     long = [drawn.in_turn(others, bounds, turn) for turn, bounds in enumerate((lengths[0], VERY_LONG_ROWS))]
     found += long
@@ -245,9 +246,9 @@ class _Large:
         first = [axes[turn % len(axes)]] if axes else []
         return self.case(first, bounds, thin=thin) or self.case(axes, bounds, thin=thin)
 
-    def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
-        """Return a case within the first of some bounds that allow one."""
-        return next(filter(None, (self.case(axes, bounds) for bounds in ranges)), None)
+    def of_very_many(self, axes: Sequence[str]) -> LargeCase | None:
+        """Return a case within the first of :data:`VERY_MANY_ROWS` that allows one."""
+        return next(filter(None, (self.case(axes, bounds) for bounds in VERY_MANY_ROWS)), None)
 
     def case(
         self,

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition
-from tilegym_db.records.expressions import names_in
+from tilegym_db.records.expressions import names_in, repaired
 from tilegym_db.records.workload import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.cases import repaired
 from tilegym_db.verification.expected import ExpectedCache, OracleCase, broken_constraint, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
@@ -131,7 +130,7 @@ def _allowed(handle: WorkerHandle, base: Case, axis: str, sizes: range) -> dict[
 
 
 def _beside(handle: WorkerHandle, base: Case, axis: str, size: int, drawn: random.Random) -> Case:
-    """Return a case whose other axes are changed so that the constraints allow a size of this one, as far as they can be."""
+    """Return a case with a size of one axis, and with other axes changed as the constraints then require, if that is possible."""
     definition, call = handle.definition, base.call
     constraints = (*definition.constraints, *handle.solution.record.spec.constraints)
     fixed = {name: value for name, value in call.axes.items() if name not in definition.var_axes} | {axis: size}

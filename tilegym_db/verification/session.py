@@ -518,29 +518,11 @@ class Verification:
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
         """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
-        fuzz, proving, first = FuzzOutcome(), list[Pair](), cases[0].seed % 1000 if cases else 0
-        queue, helping = CaseQueue((), len(cases)), list[Future[None]]()
-
-        def prove() -> None:
-            """Compute the oracles in order of size, so that the smallest failing case is reported early."""
-            definition, in_turn = self.handle.definition, self.handle.policy.in_turn
-            with closing_after_error(queue):
-                for number, case in sorted(enumerate(cases), key=lambda one: _elements(definition, one[1])):
-                    if not queue.left:
-                        return
-                    expected, pair = cache.get(case), None
-                    if expected is None:
-                        fuzz.dropped.append(str(case))
-                    else:
-                        other = cache.get(sibling_of(definition, case, number, scalars, first)) if in_turn else None
-                        pair = expected, other
-                        proving.append(pair)
-                    queue.put(pair)
-
+        fuzz, queue, helping = FuzzOutcome(), CaseQueue((), len(cases)), list[Future[None]]()
         own = iter(queue)
         try:
             with ThreadPoolExecutor(max_workers=1 + max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
-                proved = pool.submit(prove)
+                proved = pool.submit(self._prove, queue, cases, cache, scalars, fuzz.dropped)
                 while queue.left:
                     self._start_helpers(queue, pool, helping)
                     if _at_work(helping) and self._check_ahead(queue):
@@ -548,7 +530,8 @@ class Verification:
                     taken = next(own, None)
                     if taken is not None:
                         self._check_pair(self.handle, queue, *taken)
-            for ended in (proved, *helping):
+            proving = proved.result()
+            for ended in helping:
                 ended.result()
         finally:
             self._helpers = []
@@ -558,6 +541,31 @@ class Verification:
         fuzz.slices = queue.slices
         is_stock = self.handle.solution.record.spec.provides == "stock"
         return conclude_fuzz(fuzz, proving, queue.failures, is_stock=is_stock)
+
+    def _prove(
+        self,
+        queue: CaseQueue,
+        cases: Sequence[Case],
+        cache: ExpectedCache,
+        scalars: Mapping[str, Scalar],
+        dropped: list[str],
+    ) -> list[Pair]:
+        """Compute the oracles, the smallest first, so that the smallest failing case is reported early. Return them."""
+        definition, in_turn = self.handle.definition, self.handle.policy.in_turn
+        proven, first = list[Pair](), cases[0].seed % 1000 if cases else 0
+        with closing_after_error(queue):
+            for number, case in sorted(enumerate(cases), key=lambda one: _elements(definition, one[1])):
+                if not queue.left:
+                    break
+                expected, pair = cache.get(case), None
+                if expected is None:
+                    dropped.append(str(case))
+                else:
+                    other = cache.get(sibling_of(definition, case, number, scalars, first)) if in_turn else None
+                    pair = expected, other
+                    proven.append(pair)
+                queue.put(pair)
+        return proven
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
         """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""

@@ -285,9 +285,7 @@ def open_reader(*, trust: bool = False, waits: bool = False) -> Iterator[Store]:
         yield store
 
 
-def unverified_note(
-    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
-) -> str | None:
+def unverified_note(store: Store, *, definition: str | None, gpu: str | None, op_type: str | None = None) -> str | None:
     """Return how many screen passes await verification and the command for it; None without such passes."""
     from tilegym_db.store.queries.measured import count_unverified
 

@@ -444,7 +444,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def _telling_apart(kept: Sequence[int], key: Sequence[int], rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the column of a key that is left out and tells most rows apart which look alike in what stays; or None."""
+    """Return the left-out column of a key that makes most rows differ; None if no column makes more of them differ than now."""
 
     def kinds(of: Sequence[int]) -> int:
         return len({tuple(row[index] for index in of) for row in rows})
@@ -489,7 +489,7 @@ def _shared(natural: dict[int, int], narrow: dict[int, int], width: int) -> dict
 def _line(
     cells: Sequence[str],
     shown: Sequence[int],
-    sizes: dict[int, int],
+    sizes: Mapping[int, int],
     numeric: Collection[str],
     columns: Sequence[str],
 ) -> str:

@@ -222,17 +222,24 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
     while True:
         ends = _ends(bags, devices)
         last = {id(part.plan) for part in bags[ends.index(max(ends))]}
+        finer = [
+            [count + (place == number) for place, count in enumerate(counts)]
+            for number, part in enumerate(whole)
+            if id(part.plan) in last and counts[number] < len(part.pairs)
+        ]
         tries = []
-        for number, part in enumerate(whole):
-            if id(part.plan) in last and counts[number] < len(part.pairs):
-                more = [count + (place == number) for place, count in enumerate(counts)]
-                parts = [one for part, count in zip(whole, more, strict=True) for one in part.split(count)]
-                packed = _packed(parts, shares)
-                tries.append((max(_ends(packed, devices)), more, packed))
+        for more in finer:
+            packed = _divided(whole, more, shares)
+            tries.append((max(_ends(packed, devices)), more, packed))
         end, more, packed = min(tries, key=lambda made: made[0], default=(math.inf, counts, bags))
         if end > MAX_TIME_SHARE * max(ends):
             return [_item(bag) for bag in bags]
         counts, bags = more, packed
+
+
+def _divided(whole: Sequence[_Part], counts: Sequence[int], shares: Sequence[float]) -> list[list[_Part]]:
+    """Return bags of the parts that are left when each Definition is divided into so many."""
+    return _packed([one for part, count in zip(whole, counts, strict=True) for one in part.split(count)], shares)
 
 
 @dataclass(frozen=True)

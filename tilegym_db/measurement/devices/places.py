@@ -377,24 +377,24 @@ class RemoteProcess:
         return self.machine is not None
 
     def send(self, order: Order) -> None:
-        """Send its next order. If the actor is gone, a message reports it."""
+        """Send the next order to the supervisor. If the actor is gone, a message reports it."""
         self.item, self.done, self._order = order.item, set(), order
         self.last_message_at = time.monotonic()
         self._cluster.deliver(self.actor, order)
 
     def receive(self) -> Any:
-        """Wait for its next message and return it."""
+        """Wait for the next message of the supervisor and return it."""
         message = self.connection.recv()
         self.last_message_at = time.monotonic()
         return message
 
     def leave(self) -> None:
-        """Let its supervisor end, without waiting."""
+        """Let the supervisor end, without waiting."""
         if self._closing is None:
             self._closing = self.actor.close.remote(2.0)
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """End it; after :meth:`leave`, wait up to the timeout first."""
+        """End the supervisor; after :meth:`leave`, wait up to the timeout first."""
         import ray
         from ray.exceptions import RayError
 

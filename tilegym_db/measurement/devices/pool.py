@@ -300,23 +300,23 @@ class DeviceSupervisor(Protocol):
         """True if it takes an order now."""
 
     def send(self, order: Order) -> None:
-        """Send its next order."""
+        """Send the next order to the supervisor."""
 
     def receive(self) -> Any:
-        """Return its next message; called if ``connection`` has one."""
+        """Return the next message of the supervisor; called if ``connection`` has one."""
 
     def leave(self) -> None:
-        """Let it end, without waiting."""
+        """Let the supervisor end, without waiting."""
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """Wait for its end, or kill it."""
+        """Wait for the end of the supervisor, or kill it."""
 
 
 class DeviceProcess:
     """Supervisor process of one device. It starts at once, so that it is ready when the plan is."""
 
     def __init__(self, device: MeasuringDevice, gpu: str, processors: Sequence[int], share: int) -> None:
-        """Start it for a GPU slug, on these processors, as one of ``share`` supervisors on this host."""
+        """Start a supervisor for a GPU slug, on these processors, as one of ``share`` supervisors on this host."""
         self.device = device
         self.item: WorkItem | None = None
         self.done: set[str] = set()
@@ -359,7 +359,7 @@ class DeviceProcess:
         self.connection.close()
 
     def send(self, order: Order) -> None:
-        """Send its next order; raise :class:`SupervisorLost` if it is gone."""
+        """Send the next order to the supervisor; raise :class:`SupervisorLost` if it is gone."""
         self.item, self.done = order.item, set()
         self.last_message_at = time.monotonic()
         try:
@@ -368,7 +368,7 @@ class DeviceProcess:
             raise SupervisorLost(self.end()) from None
 
     def receive(self) -> Any:
-        """Return its next message; raise :class:`SupervisorLost` if it is gone."""
+        """Return the next message of the supervisor; raise :class:`SupervisorLost` if it is gone."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -377,7 +377,7 @@ class DeviceProcess:
         return message
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """Wait for its end, or kill it; return how it ended. Safe to call twice."""
+        """Wait for the end of the supervisor, or kill it; return how it ended. Safe to call twice."""
         with contextlib.suppress(OSError):
             self.connection.close()
         try:

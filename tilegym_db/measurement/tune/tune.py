@@ -271,9 +271,9 @@ def _refuse_others(tuned: TunedSizes, options: Options, catalog: Catalog) -> Non
 def _take_starts(
     tuned: TunedSizes, plan: Plan, pairs: Mapping[str, list[tuple[Workload, SolutionFiles]]], known: KnownResults
 ) -> list[str]:
-    """Put the configs nearest to another project's sizes into what is known; return where they are of use and where not.
+    """Add the configs nearest to another project's sizes to ``known``; return notes on the pairs with and without such configs.
 
-    Raise :class:`UsageError` if they are of no use for any of the pairs, because the search would then ignore the file.
+    Raise :class:`UsageError` if no pair has one, because the search would then ignore the file.
     """
     reasons: list[str] = []
     for item in plan.definitions:

@@ -124,9 +124,9 @@ def has_sinks(forward: Any) -> bool:
 
 
 def softcap_of(module: Module) -> Any:
-    """Return the soft cap of scores that a module passes on to its attention; None if it has none.
+    """Return the soft cap of scores that a module passes on to its attention; None without one.
 
-    Most code that could pass one states None, and has ``sdpa`` attention as well.
+    Most forwards with such an argument pass None. They can also run ``sdpa`` attention.
     """
     forward: Any = undecorated(type(module).forward)
     name = _softcap_attribute(forward) if isinstance(forward, FunctionType) else ""
@@ -222,18 +222,6 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     if reason:
         return f"the sdpa attention in its registry is not known: {reason}"
     return MatchCandidates([DefinitionMatch(definition, ModelCode(fingerprint=fingerprint(function) or ""))])
-
-
-def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
-    """Return the matching Definitions of a group whose attention ``function`` computes, or the reason why none matches.
-
-    ``what`` names the function in the reason.
-    """
-    matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
-    if isinstance(matches, str):
-        return matches
-    this = [match for match in matches if match.definition.name == found.function]
-    return MatchCandidates(this) if this else f"{what} is not known to compute {found.function}"
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:

@@ -49,7 +49,6 @@ from tilegym_db.models.parts.attention import (
     has_mask,
     has_sinks,
     is_decode,
-    match_candidates,
     read_options,
     seen_registry,
     served_or_stock,
@@ -82,6 +81,16 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
     return attention_modules("attention_sink", model, known, lambda module: has_sinks(type(module).forward))
 
 
+def _matches(found: ModuleGroup, known: KnownCode, function: Any) -> MatchCandidates | str:
+    """Return the matching Definitions of a group whose attention ``function`` computes, or the reason why none matches."""
+    what = "its eager attention"
+    matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
+    if isinstance(matches, str):
+        return matches
+    this = [match for match in matches if match.definition.name == found.function]
+    return MatchCandidates(this) if this else f"{what} is not known to compute {found.function}"
+
+
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """Look up the source of the eager function that the forward names; a probe decides about a function of another text."""
     forward: Any = undecorated(found.module_class.forward)
@@ -89,7 +98,7 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         return WRAPPED
     eager = eager_function(forward)
     if known.is_stated(found.kind, eager):
-        return match_candidates(found, known, eager, "its eager attention")
+        return _matches(found, known, eager)
     mark = fingerprint(eager)
     if mark is None:
         return "its eager attention is no plain function with a source"

@@ -61,8 +61,8 @@ Module = torch.nn.Module
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward gets keys and values from the update of a cache that may grow.
 
-    A class without causal modules is left out: an encoder has no cache. If a class has causal modules, its others are found as
-    well, because all of them share one patched forward. The cache of another sequence, as of cross attention, is filled once.
+    A class without causal modules is left out: an encoder has no cache. Of a class with causal modules every module is
+    returned, because all of them share one patched forward. In cross attention, the cache is filled once.
     """
     updates = of_class(lambda cls: UPDATE in names_in_code(cls.forward) and _gets_two(undecorated(cls.forward)))
     modules = [module for module in model.modules() if updates(module)]

@@ -274,7 +274,7 @@ def _run(
 
 
 def _width(match: DefinitionMatch, states: torch.Tensor) -> dict[str, int]:
-    """Return the attribute by which code with a row of each expert for each token takes its argument apart."""
+    """Return the attribute with the width of a token, if the code views its argument as a row per expert and token."""
     return {"hidden_size": states.shape[-1]} if _has_rows_of_all(match.definition) else {}
 
 

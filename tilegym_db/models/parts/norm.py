@@ -358,9 +358,9 @@ def norm_forward(
 
 
 def _heads_last(x: torch.Tensor) -> torch.Tensor | None:
-    """Return heads that stand before tokens in the shape but behind them in memory, in the order of memory; None for others.
+    """Return [B, H, S, D] as [B, S, H, D] if memory has this order; None for other tensors.
 
-    The rows are the same, and their order is irrelevant to a norm.
+    A norm takes rows, and both have the same ones.
     """
     if x.dim() != 4 or x.is_contiguous():
         return None

@@ -418,7 +418,7 @@ def _agreeing(
     device: torch.device,
     known: KnownCode,
 ) -> list[RotaryCode]:
-    """Return the codes whose Definitions have the bits of a function, with the ways to call it that show it."""
+    """Return the codes whose Definitions give the same bits as a function, with the ways of calling it for which they do."""
     found = []
     for one in codes:
         answers = {

@@ -312,14 +312,18 @@ def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
     forward: Any = type(module).forward
     for place, choice in enumerate(choices(forward)):
         recorded = _all_recorded(module, choice)
-        for definition in known.definitions("router"):
-            for code in _codes(module, definition, choice, place):
-                match = DefinitionMatch(definition, code)
-                if _fits(module, match, recorded, known) and _is_fixed(module, match, choice):
-                    other = _with_other_settings(module, match)
-                    changed = _all_recorded(other, choice)
-                    if _fits(other, match, changed, known):
-                        return _with_constants(other, match, changed, known)
+        matches = (
+            DefinitionMatch(definition, code)
+            for definition in known.definitions("router")
+            for code in _codes(module, definition, choice, place)
+        )
+        for match in matches:
+            if not _fits(module, match, recorded, known) or not _is_fixed(module, match, choice):
+                continue
+            other = _with_other_settings(module, match)
+            changed = _all_recorded(other, choice)
+            if _fits(other, match, changed, known):
+                return _with_constants(other, match, changed, known)
     return None
 
 
@@ -503,21 +507,12 @@ def _recorded(module: Module, choice: Choice, dtype: torch.dtype, bias: torch.dt
     assert weight is not None, "the group was found by its product"
     experts = weight.shape[0]
     twin, draw = _twin(module, dtype, bias), Draw(device_of(module))
-    ranks = torch.stack([draw(experts).float().argsort() for _ in range(TOKENS)], dim=1) - experts // 2
-    step = 2.0 ** math.floor(math.log2(RANGE / max(1, experts // 2)))
-    scores = step * ranks.float() / 2.0 ** (torch.arange(TOKENS, device=ranks.device) % STEPS)
-    if dtype == torch.float32:
-        scores[:, -1] -= FAR
+    scores = _probe_scores(draw, experts, dtype)
     holder = _holder(twin)
     assert holder is not None, "the group was found by its product"
-    vars(holder)["_parameters"] = {
-        name: scores.to(dtype)
-        if name == WEIGHT
-        else None
-        if value is None
-        else torch.zeros(experts, dtype=dtype, device=scores.device)
-        for name, value in holder._parameters.items()
-    }
+    no_bias = torch.zeros(experts, dtype=dtype, device=scores.device)
+    made = {name: None if value is None else no_bias.clone() for name, value in holder._parameters.items()}
+    vars(holder)["_parameters"] = made | {WEIGHT: scores}
     forward: Any = type(module).forward
     extra = {name: _bias(draw, experts, bias) for name in _parameters_of(forward)[2:]}
     kept = {**twin._parameters, **twin._buffers}
@@ -541,6 +536,19 @@ def _recorded(module: Module, choice: Choice, dtype: torch.dtype, bias: torch.dt
     if len(found) != 3 or not all(isinstance(one, torch.Tensor) for one in found):
         return reason if not found else NO_CHOICE
     return _Recorded(dtype, bias, {**kept, **extra}, *found)
+
+
+def _probe_scores(draw: Draw, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight ``[experts, TOKENS]`` of a probe: scores in steps that the dtype holds, in another order per token.
+
+    In float32 those of the last token are far below zero.
+    """
+    ranks = torch.stack([draw(experts).float().argsort() for _ in range(TOKENS)], dim=1) - experts // 2
+    step = 2.0 ** math.floor(math.log2(RANGE / max(1, experts // 2)))
+    scores = step * ranks.float() / 2.0 ** (torch.arange(TOKENS, device=ranks.device) % STEPS)
+    if dtype == torch.float32:
+        scores[:, -1] -= FAR
+    return scores.to(dtype)
 
 
 def _tensors_of(module: Module) -> dict[str, torch.Tensor]:
@@ -581,7 +589,7 @@ def _drawn_vector(
 
 
 def _with_bias(module: Any, draw: Draw, experts: int, bias: torch.dtype) -> Any:
-    """Return a copy of a submodule with a drawn bias, or the submodule if a number for each expert is not all that it has."""
+    """Return a copy of a submodule with a drawn bias; the submodule itself if it has more than one number per expert."""
     name = _bias_of(module, experts)
     if not name:
         return module
