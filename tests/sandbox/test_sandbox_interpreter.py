@@ -69,3 +69,38 @@ def test_bfloat16_casts_and_products_are_those_of_hardware(tmp_path: Path):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "as hardware does\n", done.stderr
+
+
+TURNED = """
+import torch
+import triton
+import triton.language as tl
+from tilegym_db.backends.toolchains import INTERPRETERS
+
+INTERPRETERS["triton"].install()
+
+
+@triton.jit
+def order(clock, places):
+    place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    now = tl.load(clock)
+    tl.store(places + place, now)
+    tl.store(clock, now + 1)
+
+
+for turned in (False, True, True, False):
+    clock, places = torch.zeros(1, dtype=torch.int32), torch.full((24,), -1, dtype=torch.int32)
+    order[(2, 3, 4)](clock, places)
+    natural = torch.arange(24, dtype=torch.int32)
+    assert torch.equal(places, natural.flip(0) if turned else natural), places
+print("each program once")
+"""
+
+
+@pytest.mark.turn("tilegym_db/backends/triton.py", "tilegym_db/sandbox/")  # loads an interpreter
+def test_some_launches_run_their_programs_in_reverse(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TURNED)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "each program once", done.stderr

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -562,8 +563,31 @@ class Interpreter:
 
 
 def _triton() -> None:
-
     repair_interpreter()
+    turn_programs()
+
+
+def turn_programs() -> None:
+    """Let the Triton interpreter run the programs of some launches from the last to the first.
+
+    A GPU runs them in any order, and at once. A kernel whose programs need what others wrote passes in one order only.
+    """
+    from triton.runtime import interpreter
+
+    executor, builder, launches = interpreter.GridExecutor, interpreter.interpreter_builder, Counter[Any]()
+    call, set_place = executor.__call__, builder.set_grid_idx
+
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        # Not each second launch: if a call launches a kernel twice, that would turn the same launch of each call.
+        builder.turned = launches[self.fn].bit_count() % 2
+        launches[self.fn] += 1
+        return call(self, *args, **options)
+
+    def place(*indices: int) -> None:
+        last = (size - 1 for size in builder.grid_dim)
+        set_place(*(end - index if builder.turned else index for end, index in zip(last, indices, strict=True)))
+
+    executor.__call__, builder.set_grid_idx = launch, place
 
 
 def _cutile() -> None:
