@@ -104,3 +104,35 @@ def test_some_launches_run_their_programs_in_reverse(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "each program once", done.stderr
+
+
+TUNED = """
+import torch
+import triton
+import triton.language as tl
+from tilegym_db.backends.toolchains import INTERPRETERS
+from tilegym_db.errors import SolutionError
+
+INTERPRETERS["triton"].install()
+
+
+@triton.autotune(configs=[triton.Config({"N": n}) for n in (16, 32)], key=[])
+@triton.jit
+def half(out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), 1.0)
+
+
+try:
+    half[(1,)](torch.zeros(32))
+except SolutionError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.turn("tilegym_db/backends/triton.py", "tilegym_db/sandbox/")  # loads an interpreter
+def test_autotuned_kernel_is_refused_by_the_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TUNED)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "autotune_forbidden", done.stderr

@@ -25,7 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from tilegym_db.errors import ToolchainError
+from tilegym_db.errors import SolutionError, ToolchainError
 from tilegym_db.records.hardware import TARGETS
 
 # ---- cuda tools -----------------------------------------------------------------------------------
@@ -563,6 +563,14 @@ class Interpreter:
 
 
 def _triton() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    from tilegym_db.backends.triton import AUTOTUNE
+
+    def refused(self: Any, *args: Any, **options: Any) -> Any:
+        raise SolutionError(AUTOTUNE, code="autotune_forbidden")
+
+    Autotuner.run = refused  # without a GPU, it would say that there is no driver
     repair_interpreter()
     turn_programs()
 
