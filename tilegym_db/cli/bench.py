@@ -290,6 +290,9 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
             step = f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
         console.print(f"traces: {counts}. {escape(step)}", highlight=False)
         return
+    if report.drafts and again and not report.traces:  # its verdicts may be failures
+        console.print(f"traces: {counts}. Next: tilegym-db {escape(again)} --force", highlight=False)
+        return
     if report.drafts:
         command = next(iter(report.drafts.values())).add_command
         console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False)
