@@ -58,6 +58,19 @@ a, b = torch.randn(2, 16, 16).bfloat16()
 out = torch.empty(16, 16)
 product[(1,)](a, b, out)
 torch.testing.assert_close(out, a.float() @ b.float())
+
+@triton.jit
+def product_in(a, b, out, PRECISION: tl.constexpr):
+    i = tl.arange(0, 16)
+    block = i[:, None] * 16 + i[None, :]
+    tl.store(out + block, tl.dot(tl.load(a + block), tl.load(b + block), input_precision=PRECISION))
+
+
+a, b = torch.randn(2, 16, 16)
+product[(1,)](a, b, out)  # in tf32, which is the default
+assert 1e-4 < (out - a @ b).norm() / (a @ b).norm() < 1e-3
+product_in[(1,)](a, b, out, "ieee")
+torch.testing.assert_close(out, a @ b)
 print("as hardware does")
 """
 

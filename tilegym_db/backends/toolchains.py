@@ -501,9 +501,9 @@ def _release(version: str) -> Version | None:
 #
 # The interpreter keeps bfloat16 values as raw 16-bit integers. Three of its operations forget what that means: a cast
 # from float32 cuts the low bits off where hardware rounds to nearest even, a cast to float32 makes other numbers of
-# subnormals, and ``tl.dot`` multiplies the integers. A cast from float32 to 8 bits rounds ties away from zero, and
-# loses the carry where a value rounds up to a power of two. All are seen in Triton 3.6 and 3.9. A kernel must not be
-# blamed, or excused, for any.
+# subnormals, and ``tl.dot`` multiplies the integers. A product of float32 is exact where hardware rounds to tf32. A cast
+# from float32 to 8 bits rounds ties away from zero, and loses the carry where a value rounds up to a power of two. All are
+# seen in Triton 3.6 and 3.9. A kernel must not be blamed, or excused, for any.
 
 
 def repair_interpreter() -> None:
@@ -545,8 +545,18 @@ def repair_interpreter() -> None:
             return handle
         return broken.TensorHandle(to_float32(handle.data), tl.float32)
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widened(a), widened(b), *rest)
+    def in_tf32(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.float32:
+            return handle
+        rounded = (np.ascontiguousarray(handle.data).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(
+            ~0x1FFF & 0xFFFFFFFF
+        )
+        return broken.TensorHandle(rounded.view(np.float32), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
+        if precision == broken._ir.INPUT_PRECISION.TF32:  # float32 unless the kernel asks for another precision
+            a, b = in_tf32(a), in_tf32(b)
+        return create_dot(self, widened(a), widened(b), acc, precision, *rest)
 
     broken._convert_float = cast
     broken.InterpreterBuilder.create_dot = dot
