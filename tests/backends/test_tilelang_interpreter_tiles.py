@@ -215,3 +215,19 @@ def test_blocks_walk_over_tiles_each_as_long_as_it_has_some() -> None:
     x, out = torch.randn(50), torch.zeros(50)
     run(walked, x, torch.tensor([5], dtype=torch.int32), out)
     assert torch.equal(out, torch.where(torch.arange(50) < 40, x + 1, 0))
+
+
+@pytest.mark.parametrize("columns", [256, 288])  # eight tiles, which are one group, and nine
+def test_persistent_blocks_reach_every_tile_once(columns: int) -> None:
+    @T.prim_func
+    def counted(x: T.Tensor((64, columns), "float32"), out: T.Tensor((64, columns), "float32")):
+        with T.Kernel(3, threads=32) as block:
+            tile = T.alloc_fragment((16, 32), "float32")
+            for m, n in T.Persistent([T.ceildiv(64, 16), T.ceildiv(columns, 32)], 3, block):
+                T.copy(x[m * 16, n * 32], tile)
+                for i, j in T.Parallel(16, 32):
+                    out[m * 16 + i, n * 32 + j] += tile[i, j]
+
+    x, out = torch.randn(64, columns), torch.zeros(64, columns)
+    run(counted, x, out)
+    assert torch.equal(out, x)

@@ -63,6 +63,8 @@ def test_failing_draft_ends_with_a_command_that_shows_it_again(cli, row_scale, h
     again = cli(*command[1:])
     assert again.code == 1
     assert "INCORRECT_NUMERICAL" in again.out
+    known = cli("bench", folder, "--gpu", "cpu", "--quick")
+    assert known.out.rstrip().endswith(f"bench {folder} --gpu cpu --quick --force")  # and not: add it
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,19 @@ def test_interpreted_kernel_passes_without_a_time(catalog, kernel, home, tmp_pat
 
 
 @pytest.mark.turn("tilegym_db/measurement/dev.py", "tilegym_db/backends/")  # loads a compiler
+def test_kernel_whose_programs_need_one_order_fails(tried: Callable[..., DevReport]) -> None:
+    """Program 0 clears what the others add to, which is right only if it comes first."""
+    store = "    tl.store(out + row + columns, value, mask=inside)\n"
+    clears = (
+        "    if row == 0:\n        for other in range(tl.num_programs(0)):\n"
+        "            tl.store(out + other * N + columns, tl.zeros([BLOCK], out.dtype.element_ty), mask=inside)\n"
+        "    value += tl.load(out + row + columns, mask=inside)\n"
+    )
+    report = tried(TRITON.replace(store, clears + store))
+    assert cause(report) == ("check", "poison")
+
+
+@pytest.mark.turn("tilegym_db/measurement/dev.py", "tilegym_db/backends/")  # loads a compiler
 def test_compiler_imports_nothing_from_the_working_folder(catalog, kernel, monkeypatch):
     marker = kernel.with_name("marker")
     kernel.with_name("grp.py").write_text(f"open({str(marker)!r}, 'w').close()\n")

@@ -126,6 +126,11 @@ CASES = {
     "cached-function": Case(
         "import functools\n@functools.cache\ndef f(n): pass", "import functools\nfunctools.partial"
     ),
+    "tunes-itself": Case(
+        "import triton\n@triton.autotune([triton.Config({})], key=[])\n@triton.jit\ndef k(n): pass",
+        "import triton\n@triton.jit\ndef k(n): pass",
+        "triton",
+    ),
     "keeps-state": Case("seen = {}\ndef run(x): seen[0] = x", "def run(x):\n    seen = {}\n    seen[0] = x"),
     "address": Case("def run(x): return x.storage_offset()", "def run(x): return x.dtype"),
     "address-as-value": Case("def run(x): return x.data_ptr()", "def run(x): return x.data_ptr() % 16"),

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from tilegym_db.errors import ToolchainError
+from tilegym_db.errors import SolutionError, ToolchainError
 from tilegym_db.records.hardware import TARGETS
 
 # ---- cuda tools -----------------------------------------------------------------------------------
@@ -500,9 +501,9 @@ def _release(version: str) -> Version | None:
 #
 # The interpreter keeps bfloat16 values as raw 16-bit integers. Three of its operations forget what that means: a cast
 # from float32 cuts the low bits off where hardware rounds to nearest even, a cast to float32 makes other numbers of
-# subnormals, and ``tl.dot`` multiplies the integers. A cast from float32 to 8 bits rounds ties away from zero, and
-# loses the carry where a value rounds up to a power of two. All are seen in Triton 3.6 and 3.9. A kernel must not be
-# blamed, or excused, for any.
+# subnormals, and ``tl.dot`` multiplies the integers. A product of float32 is exact where hardware rounds to tf32. A cast
+# from float32 to 8 bits rounds ties away from zero, and loses the carry where a value rounds up to a power of two. All are
+# seen in Triton 3.6 and 3.9. A kernel must not be blamed, or excused, for any.
 
 
 def repair_interpreter() -> None:
@@ -544,8 +545,18 @@ def repair_interpreter() -> None:
             return handle
         return broken.TensorHandle(to_float32(handle.data), tl.float32)
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widened(a), widened(b), *rest)
+    def in_tf32(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.float32:
+            return handle
+        rounded = (np.ascontiguousarray(handle.data).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(
+            ~0x1FFF & 0xFFFFFFFF
+        )
+        return broken.TensorHandle(rounded.view(np.float32), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
+        if precision == broken._ir.INPUT_PRECISION.TF32:  # float32 unless the kernel asks for another precision
+            a, b = in_tf32(a), in_tf32(b)
+        return create_dot(self, widened(a), widened(b), acc, precision, *rest)
 
     broken._convert_float = cast
     broken.InterpreterBuilder.create_dot = dot
@@ -562,8 +573,39 @@ class Interpreter:
 
 
 def _triton() -> None:
+    from triton.runtime.autotuner import Autotuner
 
+    from tilegym_db.backends.triton import AUTOTUNE
+
+    def refused(self: Any, *args: Any, **options: Any) -> Any:
+        raise SolutionError(AUTOTUNE, code="autotune_forbidden")
+
+    Autotuner.run = refused  # without a GPU, it would say that there is no driver
     repair_interpreter()
+    turn_programs()
+
+
+def turn_programs() -> None:
+    """Let the Triton interpreter run the programs of some launches from the last to the first.
+
+    A GPU runs them in any order, and at once. A kernel whose programs need what others wrote passes in one order only.
+    """
+    from triton.runtime import interpreter
+
+    executor, builder, launches = interpreter.GridExecutor, interpreter.interpreter_builder, Counter[Any]()
+    call, set_place = executor.__call__, builder.set_grid_idx
+
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        # Not each second launch: if a call launches a kernel twice, that would turn the same launch of each call.
+        builder.turned = launches[self.fn].bit_count() % 2
+        launches[self.fn] += 1
+        return call(self, *args, **options)
+
+    def place(*indices: int) -> None:
+        last = (size - 1 for size in builder.grid_dim)
+        set_place(*(end - index if builder.turned else index for end, index in zip(last, indices, strict=True)))
+
+    executor.__call__, builder.set_grid_idx = launch, place
 
 
 def _cutile() -> None:

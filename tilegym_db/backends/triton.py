@@ -20,6 +20,8 @@ from tilegym_db.backends.aot import Artifact, Recorder
 from tilegym_db.backends.stand_ins import DEVICES, check_grid, check_shared_memory
 from tilegym_db.errors import SolutionError
 
+AUTOTUNE = "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables."
+
 
 class _CompileOnlyDriver:
     """A driver that answers the questions of a launch before it compiles. The number of a device is the capability of its target.
@@ -44,10 +46,7 @@ class _CompileOnlyDriver:
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Any:
-        raise SolutionError(
-            "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables.",
-            code="autotune_forbidden",
-        )
+        raise SolutionError(AUTOTUNE, code="autotune_forbidden")
 
 
 @contextmanager

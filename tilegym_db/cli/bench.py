@@ -264,7 +264,7 @@ def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False
         return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     step = _next_step(report, asked, screens=screens, again=again)
-    console.print(f"traces: {counts}. {escape(step)}", highlight=False, soft_wrap=True)
+    console.print(f"traces: {counts}. {escape(step)}", highlight=False)
 
 
 def _print_figures(console: Console, report: BenchReport) -> None:
@@ -300,6 +300,8 @@ def _next_step(report: BenchReport, asked: str, *, screens: bool, again: str) ->
         if busy and again:
             return f"Next, once the machine is less busy: tilegym-db {again}"
         return f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
+    if report.drafts and again and not report.traces:  # its verdicts may be failures
+        return f"Next: tilegym-db {again} --force"
     if report.drafts:
         return f"Next: {next(iter(report.drafts.values())).add_command}"
     return f"Next: tilegym-db {_next_command(report, tried, asked, screens=screens)}"

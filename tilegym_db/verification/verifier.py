@@ -165,7 +165,7 @@ def _check_repeat(
             what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
             if number > 1:
                 return incorrect("determinism", f"{what}; the sum's order varies, or a race", expected.case)
-            hint = "an element is not written, memory is read before it is written, or the sum's order varies"
+            hint = "an element is not written, memory is read before it is written, the sum's order varies, or a race"
             return incorrect("poison", f"{what}; {hint}", expected.case)
     return None
 

@@ -226,6 +226,10 @@ class Slots:
         """Return the number of a variable; assign a new one at its first use."""
         return self._variables.setdefault(variable, len(self._variables))
 
+    def knows(self, variable: Any) -> bool:
+        """Return True if a variable has a number."""
+        return variable in self._variables
+
     def buffer(self, buffer: Any) -> int:
         """Return the number of a buffer. Buffers with the same data pointer share one number."""
         return self._buffers.setdefault(buffer.data, len(self._buffers))

@@ -47,6 +47,17 @@ _BARRIERS = frozenset({"tirx.tvm_storage_sync"})
 _ATTRIBUTES = frozenset({"min_blocks_per_sm", "tl.min_blocks_per_sm", "pragma_import_llvm", "tl.ws_op_id"})
 
 
+def _loop_variables(node: Any) -> set[Any]:
+    found: set[Any] = set()
+
+    def visit(part: Any) -> None:
+        if isinstance(part, tirx.For):
+            found.add(part.loop_var)
+
+    tirx.stmt_functor.post_order_visit(node, visit)
+    return found
+
+
 class Statements:
     """A compiler of statements; ``launch`` compiles the start of a kernel's blocks."""
 
@@ -62,13 +73,24 @@ class Statements:
         return method(node)  # type: ignore[no-any-return]
 
     def _seqstmt(self, node: Any) -> Action:
-        actions = [self.compile(part) for part in node.seq]
+        actions, parts = [], list(node.seq)
+        while parts:
+            part = parts.pop(0)
+            if type(part).__name__ == "Bind" and self._is_early(part, parts):
+                parts = [tirx.stmt_functor.substitute(later, {part.var: part.value}) for later in parts]
+            else:
+                actions.append(self.compile(part))
 
         def run(state: State) -> None:
             for action in actions:
                 action(state)
 
         return run
+
+    def _is_early(self, node: Any, after: list[Any]) -> bool:
+        """Return True if a value uses the variable of a later loop, as ``T.Persistent`` names its tiles before its loop."""
+        unknown = {one for one in tirx.analysis.undefined_vars(node.value) if not self.slots.knows(one)}
+        return bool(unknown) and any(not unknown.isdisjoint(_loop_variables(later)) for later in after)
 
     def _sblockrealize(self, node: Any) -> Action:
         block = node.block

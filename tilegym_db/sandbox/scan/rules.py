@@ -377,6 +377,8 @@ def check_call(context: Context, node: ast.Call) -> None:
             context.plain_formats.add(node.func)
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
+    if "triton.autotune" in paths:
+        context.report.add(node, "tunes-itself", "chooses a config by measuring")
     if paths & WORDS["class-factories"]:
         context.report.add(node, "outside-language", "makes a class by a call; write a class statement with NamedTuple")
     if "builtins.object" in paths:
