@@ -1,0 +1,81 @@
+"""The cuTile kernels of attention with a sink and a mask: any mask over several tiles, in blocks of queries or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("cuda.tile")
+
+import torch
+from shipped_records import CATALOG
+
+from tilegym_db.backends.cutile_interpreter import interpreting
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.verification.oracle import oracle
+
+pytestmark = pytest.mark.sweep
+
+B, HQ, HKV, D = 2, 4, 2, 16
+LENGTH = 300
+
+Seen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MASKS: dict[str, Seen] = {
+    "causal": lambda row, key: key <= row,
+    "gap": lambda row, key: (key <= row) & ((key < 64) | (key >= 192)),
+    "padded": lambda row, key: (key <= row) & (key >= 130),  # a row before 130 sees nothing
+    "window": lambda row, key: (key <= row) & (key > row - 40),
+    "scattered": lambda row, key: (7 * row + 5 * key) % 11 < 3,
+    "nothing": lambda row, key: key < 0 * row,
+    "everything": lambda row, key: key >= 0 * row,
+}
+
+
+def numbers(seen: Seen, queries: int, dtype: torch.dtype, *, added: bool, infinite: bool) -> torch.Tensor:
+    """Return a mask [B, 1, queries, LENGTH] of the last queries, which both sequences share unless numbers are added."""
+    row, key = torch.arange(LENGTH - queries, LENGTH)[:, None], torch.arange(LENGTH)[None]
+    hidden = -torch.inf if infinite else torch.finfo(dtype).min
+    if added:
+        mask = torch.randn(B, 1, queries, LENGTH).to(dtype)
+        return mask.masked_fill(~seen(row, key), hidden)
+    mask = torch.zeros(1, 1, queries, LENGTH).to(dtype).masked_fill(~seen(row, key), hidden)
+    return mask.expand(B, 1, queries, LENGTH)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(
+    ("definition", "queries", "dtype", "added", "config"),
+    [
+        ("attention_sink_masked_prefill", 140, torch.bfloat16, False, {}),
+        ("attention_sink_masked_prefill", 140, torch.float16, True, {"CONFIG": "s128_n128"}),
+        ("attention_sink_masked_decode", 1, torch.bfloat16, False, {}),
+        ("attention_sink_masked_decode", 1, torch.float16, True, {"BLOCKS": 1}),
+    ],
+)
+def test_every_mask_gives_the_sums_of_what_it_leaves(definition, queries, dtype, added, config, kind) -> None:
+    torch.manual_seed(queries)
+    solution = CATALOG.solution(f"{definition}_cutile")
+    q = torch.randn(B, HQ, queries, D).to(dtype)
+    k, v = torch.randn(2, B, HKV, LENGTH, D).to(dtype)
+    sinks = torch.tensor([-3.0, 0.0, 2.5, 9.0]).to(dtype)
+    mask = numbers(MASKS[kind], queries, dtype, added=added, infinite=kind in ("window", "gap"))
+    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "mask": mask, "scale": 0.3}
+    truth = oracle(CATALOG.definition(definition), inputs)["out"]
+    out = torch.full_like(q, float("nan"))
+    with interpreting():
+        load_verified(solution, solution.digest)(*inputs.values(), out, **config)
+    assert float((out - truth).abs().max()) < 1e-2 * max(1.0, float(truth.abs().max()))
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, -3e38, 3e38])
+def test_far_sink_takes_no_share_or_all(sink: float) -> None:
+    solution = CATALOG.solution("attention_sink_masked_decode_cutile")
+    q, k = torch.randn(1, 2, 1, D).bfloat16(), torch.randn(1, 2, 70, D).bfloat16()
+    mask, sinks = torch.zeros(1, 1, 1, 70).bfloat16(), torch.full((2,), sink).bfloat16()
+    out = torch.full_like(q, float("nan"))
+    with interpreting():
+        load_verified(solution, solution.digest)(q, k, k, sinks, mask, 0.3, out)
+    weights = torch.softmax(q.float() @ k.float().mT * 0.3, dim=-1)
+    truth = torch.zeros_like(weights @ k.float()) if sink > 0 else weights @ k.float()
+    assert float((out - truth).abs().max()) < 2e-2
