@@ -1,4 +1,4 @@
-"""The cuTile kernels of attention with a sink and a mask: any mask over several tiles, in blocks of queries or split."""
+"""cuTile and TileLang kernels of attention with a sink and a mask: any mask over several tiles, in blocks or split."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 
 pytest.importorskip("cuda.tile")
+pytest.importorskip("tilelang")
 
 import torch
 from shipped_records import CATALOG
 
-from tilegym_db.backends.cutile_interpreter import interpreting
+from tilegym_db.backends import cutile_interpreter, tilelang_interpreter
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verification.oracle import oracle
 
@@ -43,39 +44,52 @@ def numbers(seen: Seen, queries: int, dtype: torch.dtype, *, added: bool, infini
     return mask.expand(B, 1, queries, LENGTH)
 
 
+LANGUAGES = {"cutile": cutile_interpreter, "tilelang": tilelang_interpreter}
+
+
+def evaluated(definition: str, language: str, *inputs: object, **config: object) -> torch.Tensor:
+    solution, q = CATALOG.solution(f"{definition}_{language}"), inputs[0]
+    assert isinstance(q, torch.Tensor)
+    out = torch.full_like(q, float("nan"))
+    with LANGUAGES[language].interpreting():
+        load_verified(solution, solution.digest)(*inputs, out, **config)
+    return out
+
+
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
-    ("definition", "queries", "dtype", "added", "config"),
+    ("definition", "language", "queries", "dtype", "added", "scale", "config"),
     [
-        ("attention_sink_masked_prefill", 140, torch.bfloat16, False, {}),
-        ("attention_sink_masked_prefill", 140, torch.float16, True, {"CONFIG": "s128_n128"}),
-        ("attention_sink_masked_decode", 1, torch.bfloat16, False, {}),
-        ("attention_sink_masked_decode", 1, torch.float16, True, {"BLOCKS": 1}),
+        ("attention_sink_masked_prefill", "cutile", 140, torch.bfloat16, False, 0.3, {}),
+        ("attention_sink_masked_prefill", "cutile", 140, torch.float16, True, -0.3, {"CONFIG": "s128_n128"}),
+        ("attention_sink_masked_decode", "cutile", 1, torch.bfloat16, False, 0.3, {}),
+        ("attention_sink_masked_decode", "cutile", 1, torch.float16, True, -0.3, {"BLOCKS": 1}),
+        ("attention_sink_masked_prefill", "tilelang", 140, torch.bfloat16, False, 0.3, {}),
+        ("attention_sink_masked_prefill", "tilelang", 140, torch.float16, True, 0.3, {"rows": 128, "keys": 128}),
+        ("attention_sink_masked_prefill", "tilelang", 9, torch.float16, True, -0.3, {}),  # the plain kernel
+        ("attention_sink_masked_decode", "tilelang", 1, torch.bfloat16, False, 0.3, {}),
+        ("attention_sink_masked_decode", "tilelang", 1, torch.float16, True, 0.3, {"ctas": 0}),  # not split
+        ("attention_sink_masked_decode", "tilelang", 1, torch.float16, True, -0.3, {}),
     ],
 )
-def test_every_mask_gives_the_sums_of_what_it_leaves(definition, queries, dtype, added, config, kind) -> None:
+def test_every_mask_gives_the_sums_of_what_it_leaves(definition, language, queries, dtype, added, scale, config, kind):
     torch.manual_seed(queries)
-    solution = CATALOG.solution(f"{definition}_cutile")
     q = torch.randn(B, HQ, queries, D).to(dtype)
     k, v = torch.randn(2, B, HKV, LENGTH, D).to(dtype)
     sinks = torch.tensor([-3.0, 0.0, 2.5, 9.0]).to(dtype)
     mask = numbers(MASKS[kind], queries, dtype, added=added, infinite=kind in ("window", "gap"))
-    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "mask": mask, "scale": 0.3}
+    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "mask": mask, "scale": scale}
     truth = oracle(CATALOG.definition(definition), inputs)["out"]
-    out = torch.full_like(q, float("nan"))
-    with interpreting():
-        load_verified(solution, solution.digest)(*inputs.values(), out, **config)
+    out = evaluated(definition, language, *inputs.values(), **config)
     assert float((out - truth).abs().max()) < 1e-2 * max(1.0, float(truth.abs().max()))
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("sink", [-torch.inf, -3e38, 3e38])
-def test_far_sink_takes_no_share_or_all(sink: float) -> None:
-    solution = CATALOG.solution("attention_sink_masked_decode_cutile")
+def test_far_sink_takes_no_share_or_all(sink: float, language: str) -> None:
     q, k = torch.randn(1, 2, 1, D).bfloat16(), torch.randn(1, 2, 70, D).bfloat16()
     mask, sinks = torch.zeros(1, 1, 1, 70).bfloat16(), torch.full((2,), sink).bfloat16()
-    out = torch.full_like(q, float("nan"))
-    with interpreting():
-        load_verified(solution, solution.digest)(q, k, k, sinks, mask, 0.3, out)
+    out = evaluated("attention_sink_masked_decode", language, q, k, k, sinks, mask, 0.3)
     weights = torch.softmax(q.float() @ k.float().mT * 0.3, dim=-1)
     truth = torch.zeros_like(weights @ k.float()) if sink > 0 else weights @ k.float()
     assert float((out - truth).abs().max()) < 2e-2
