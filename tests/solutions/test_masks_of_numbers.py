@@ -1,4 +1,4 @@
-"""cuTile and TileLang kernels of attention with a sink and a mask: any mask over several tiles, in blocks or split."""
+"""cuTile and TileLang kernels of attention with a mask of numbers: any mask over several tiles, in blocks or split."""
 
 from __future__ import annotations
 
@@ -93,3 +93,22 @@ def test_far_sink_takes_no_share_or_all(sink: float, language: str) -> None:
     weights = torch.softmax(q.float() @ k.float().mT * 0.3, dim=-1)
     truth = torch.zeros_like(weights @ k.float()) if sink > 0 else weights @ k.float()
     assert float((out - truth).abs().max()) < 2e-2
+
+
+SOFTCAP = [("attention_softcap_cutile", 140, {}), ("attention_softcap_cutile", 1, {})]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("name", "queries", "config"), SOFTCAP)
+def test_capped_scores_are_weighed_under_every_mask(name, queries, config, kind) -> None:
+    """A row that sees no key has the mean of all values, since the mask is finite; with -inf each row sees a key."""
+    torch.manual_seed(queries)
+    definition, language = name.rsplit("_", 1)
+    q = 4 * torch.randn(B, HQ, queries, D).bfloat16()
+    k, v = torch.randn(2, B, HKV, LENGTH, D).bfloat16()
+    infinite = kind in ("window", "gap")
+    mask = numbers(MASKS[kind], queries, torch.bfloat16, added=kind == "causal", infinite=infinite)
+    inputs = {"q": q, "k": k, "v": v, "mask": mask, "softcap": 3.0, "scale": 0.5}
+    truth = oracle(CATALOG.definition(definition), inputs)["out"]
+    out = evaluated(definition, language, *inputs.values(), **config)
+    assert float((out - truth).abs().max()) < 1e-2 * max(1.0, float(truth.abs().max()))
