@@ -1,4 +1,4 @@
-"""cuTile and TileLang kernels of attention with a mask of numbers: any mask over several tiles, in blocks or split."""
+"""cuTile and TileLang kernels of attention with a mask of numbers or flags: any mask over several tiles, in blocks or split."""
 
 from __future__ import annotations
 
@@ -111,4 +111,32 @@ def test_capped_scores_are_weighed_under_every_mask(name, queries, config, kind)
     inputs = {"q": q, "k": k, "v": v, "mask": mask, "softcap": 3.0, "scale": 0.5}
     truth = oracle(CATALOG.definition(definition), inputs)["out"]
     out = evaluated(definition, language, *inputs.values(), **config)
+    assert float((out - truth).abs().max()) < 1e-2 * max(1.0, float(truth.abs().max()))
+
+
+LATENT = [
+    ("mla_masked_cutile", 140, (192, 32), 0.3, {}),
+    ("mla_masked_cutile", 140, (24, 16), -0.3, {"CONFIG": "s128_n128"}),
+    ("mla_masked_cutile", 1, (24, 16), 0.3, {}),
+]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("name", "queries", "widths", "scale", "config"), LATENT)
+def test_values_of_another_width_are_weighed_under_every_mask(name, queries, widths, scale, config, kind) -> None:
+    torch.manual_seed(queries)
+    definition, language = name.rsplit("_", 1)
+    q, k, v = (
+        torch.randn(B, HKV, rows, width).bfloat16()
+        for rows, width in ((queries, widths[0]), (LENGTH, widths[0]), (LENGTH, widths[1]))
+    )
+    row, key = torch.arange(LENGTH - queries, LENGTH)[:, None], torch.arange(LENGTH)[None]
+    mask = MASKS[kind](row, key).expand(B, 1, queries, LENGTH)
+    if kind == "causal":
+        mask = torch.cat([mask[:1], MASKS["window"](row, key).expand(1, 1, queries, LENGTH)])
+    scale = scale / widths[0] ** 0.5
+    truth = oracle(CATALOG.definition(definition), {"q": q, "k": k, "v": v, "mask": mask, "scale": scale})["out"]
+    solution, out = CATALOG.solution(name), torch.full((B, HKV, queries, widths[1]), float("nan")).bfloat16()
+    with LANGUAGES[language].interpreting():
+        load_verified(solution, solution.digest)(q, k, v, mask, scale, out, **config)
     assert float((out - truth).abs().max()) < 1e-2 * max(1.0, float(truth.abs().max()))
