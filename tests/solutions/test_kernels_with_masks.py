@@ -118,6 +118,9 @@ LATENT = [
     ("mla_masked_cutile", 140, (192, 32), 0.3, {}),
     ("mla_masked_cutile", 140, (24, 16), -0.3, {"CONFIG": "s128_n128"}),
     ("mla_masked_cutile", 1, (24, 16), 0.3, {}),
+    ("mla_masked_tilelang", 140, (192, 32), 0.3, {}),
+    ("mla_masked_tilelang", 140, (24, 16), 0.3, {"rows": 128, "keys": 128}),
+    ("mla_masked_tilelang", 9, (24, 40), -0.3, {}),  # the plain kernel
 ]
 
 
