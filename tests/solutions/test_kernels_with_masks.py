@@ -95,7 +95,12 @@ def test_far_sink_takes_no_share_or_all(sink: float, language: str) -> None:
     assert float((out - truth).abs().max()) < 2e-2
 
 
-SOFTCAP = [("attention_softcap_cutile", 140, {}), ("attention_softcap_cutile", 1, {})]
+SOFTCAP = [
+    ("attention_softcap_cutile", 140, {}),
+    ("attention_softcap_cutile", 1, {}),
+    ("attention_softcap_tilelang", 140, {}),
+    ("attention_softcap_tilelang", 1, {"keys": 128}),
+]
 
 
 @pytest.mark.parametrize("kind", MASKS)
