@@ -101,7 +101,7 @@ KERNELS = [
     *("attention_paged_decode_cutile", "mla_decode_cutile", "mla_expanded_decode_cutile", "mla_prefill_cutile"),
     *("attention_masked_decode_tilelang", "attention_masked_prefill_tilelang", "attention_paged_decode_tilelang"),
     *("attention_prefill_backward_tilelang", "mla_decode_tilelang", "mla_expanded_decode_tilelang"),
-    "mla_prefill_tilelang",
+    *("mla_prefill_tilelang", "attention_varlen_cutile", "attention_varlen_tilelang"),
 ]
 
 
