@@ -149,20 +149,10 @@ def _kernelbench(names: dict[str, Any], text: str) -> tuple[Callable[[Sizes], li
     """Return how to observe a problem of KernelBench, its sizes, and those that its module or its weights depend on."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    base: Sizes = {}
-    for node in ast.parse(text).body:
-        for name in [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]:
-            value = names.get(name)
-            entries = enumerate(value) if isinstance(value, tuple) else [("", value)]
-            base |= {f"{name}{_place(at)}": entry for at, entry in entries if type(entry) is int and entry > 0}
-    fixed = _read_at_construction(text, base)
+    base = _stated_sizes(names, text)
 
     def observe(sizes: Sizes) -> list[Seen]:
-        for name, value in list(names.items()):
-            if isinstance(value, tuple) and f"{name}_0" in base:
-                names[name] = tuple(sizes.get(f"{name}_{at}", entry) for at, entry in enumerate(value))
-            elif type(value) is int and name in base:
-                names[name] = sizes[name]
+        _set_sizes(names, base, sizes)
         with FakeTensorMode(allow_non_fake_inputs=True), _Origins() as origins:
             inputs = list(names["get_inputs"]())
             kinds = [_drawn(value) for value in inputs]
@@ -172,10 +162,7 @@ def _kernelbench(names: dict[str, Any], text: str) -> tuple[Callable[[Sizes], li
             versions = [getattr(value, "_version", 0) for value in inputs]
             with torch.no_grad():
                 returned = model(*inputs)
-        parameters = inspect.signature(names["Model"].forward).parameters
-        called = [name for name in parameters if name != "self"][: len(inputs)]
-        if len(called) < len(inputs):
-            called = [f"x_{at}" for at in range(len(inputs))]
+        called = _argument_names(names["Model"].forward, len(inputs))
         for name, value, version in zip(called, inputs, versions, strict=True):
             if getattr(value, "_version", 0) != version:
                 raise NotDescribed(
@@ -185,7 +172,33 @@ def _kernelbench(names: dict[str, Any], text: str) -> tuple[Callable[[Sizes], li
         weights = [_one(value, WEIGHT, key, None) for key, value in model.named_parameters()]
         return [*seen, *weights, *_outputs(returned)]
 
-    return observe, base, fixed
+    return observe, base, _read_at_construction(text, base)
+
+
+def _stated_sizes(names: Mapping[str, Any], text: str) -> Sizes:
+    """Return the positive whole numbers that a module assigns to names, and those in its tuples as ``name_0``, ``name_1``."""
+    found: Sizes = {}
+    for node in ast.parse(text).body:
+        for name in [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]:
+            value = names.get(name)
+            entries = enumerate(value) if isinstance(value, tuple) else [("", value)]
+            found |= {f"{name}{_place(at)}": entry for at, entry in entries if type(entry) is int and entry > 0}
+    return found
+
+
+def _set_sizes(names: dict[str, Any], base: Sizes, sizes: Sizes) -> None:
+    """Give the names of a module, whose sizes are ``base``, other sizes."""
+    for name, value in list(names.items()):
+        if isinstance(value, tuple) and f"{name}_0" in base:
+            names[name] = tuple(sizes.get(f"{name}_{at}", entry) for at, entry in enumerate(value))
+        elif type(value) is int and name in base:
+            names[name] = sizes[name]
+
+
+def _argument_names(forward: Callable[..., Any], count: int) -> list[str]:
+    """Return a name for each argument of a forward: those of its parameters, or made ones if it has too few."""
+    named = [name for name in inspect.signature(forward).parameters if name != "self"][:count]
+    return named if len(named) == count else [f"x_{at}" for at in range(count)]
 
 
 def _place(at: int | str) -> str:

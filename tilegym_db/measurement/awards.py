@@ -107,19 +107,16 @@ def record_awards(
                 claim = AwardClaim(
                     None, f"a failure of this source takes the pass back: tilegym-db show {trace.trace_id[:8]}"
                 )
-            if claim.baseline is None:
-                if trace.role == "kernel" and trace.tier == "promotion":
-                    reasons[trace.trace_id] = claim.reason
-                continue
-            earlier = [one for one in known if _is_of(one, trace) and one.id in standing]
-            if earlier:
-                awards.append(earlier[0])
-                continue
-            award = _award(trace, claim.baseline, known)
-            append(award, home)
-            known.append(award)
-            standing.add(award.id)
-            awards.append(award)
+            if claim.baseline is not None:
+                award = next((one for one in known if _is_of(one, trace) and one.id in standing), None)
+                if award is None:
+                    award = _award(trace, claim.baseline, known)
+                    append(award, home)
+                    known.append(award)
+                    standing.add(award.id)
+                awards.append(award)
+            elif trace.role == "kernel" and trace.tier == "promotion":
+                reasons[trace.trace_id] = claim.reason
     return awards, reasons
 
 

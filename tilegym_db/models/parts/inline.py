@@ -90,24 +90,40 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
             assignments = [found for found in map(_assignment, run) if found is not None]
             if len(assignments) < count:
                 break
-            reads: dict[str, str] = {}
-            sets = tuple(target for target, _ in assignments)
-            if len(set(sets)) < count:
-                continue
-            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
-            names = [f"o{index}" for index in range(count)]
-            if count > 1 and sets[0] in _names_read(run[1]):
-                if sets[0] in _names_read(*function.body[first + count :]) | _names_read(*_functions_in(function)):
-                    continue  # the result between the statements is read later too
-                reads.clear()
-                lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(assignments[0][1])))]
-                inner = _Renamed({sets[0]: BETWEEN}, frozenset({sets[0]})).visit(ast.parse(assignments[1][1]))
-                lines.append(ast.unparse(_Renamed(reads, local - {BETWEEN}).visit(inner)))
-                names, sets = [BETWEEN, "o0"], sets[1:]
-            body = "".join(f"    {name} = {line}\n" for name, line in zip(names, lines, strict=True))
-            outputs = [name for name in names if name != BETWEEN]
-            source = f"def own({', '.join(['self', *reads.values()])}):\n{body}    return {', '.join(outputs)}\n"
-            yield Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
+            found = _as_function(function, first, run, assignments, local)
+            if found is not None:
+                yield found
+
+
+def _as_function(
+    function: ast.FunctionDef,
+    first: int,
+    run: Sequence[ast.stmt],
+    assignments: Sequence[tuple[str, str]],
+    local: frozenset[str],
+) -> Statements | None:
+    """Return a run of assignments as a function of the variables that it reads; None if it has no single result for each.
+
+    If the second assignment reads the result of the first, that result is no output: no later code may read it.
+    """
+    reads: dict[str, str] = {}
+    sets, count = tuple(target for target, _ in assignments), len(assignments)
+    if len(set(sets)) < count:
+        return None
+    lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
+    names = [f"o{index}" for index in range(count)]
+    if count > 1 and sets[0] in _names_read(run[1]):
+        if sets[0] in _names_read(*function.body[first + count :]) | _names_read(*_functions_in(function)):
+            return None
+        reads.clear()
+        lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(assignments[0][1])))]
+        inner = _Renamed({sets[0]: BETWEEN}, frozenset({sets[0]})).visit(ast.parse(assignments[1][1]))
+        lines.append(ast.unparse(_Renamed(reads, local - {BETWEEN}).visit(inner)))
+        names, sets = [BETWEEN, "o0"], sets[1:]
+    body = "".join(f"    {name} = {line}\n" for name, line in zip(names, lines, strict=True))
+    outputs = [name for name in names if name != BETWEEN]
+    source = f"def own({', '.join(['self', *reads.values()])}):\n{body}    return {', '.join(outputs)}\n"
+    return Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
 
 
 def _names_read(*among: ast.AST) -> set[str]:
