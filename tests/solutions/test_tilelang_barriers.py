@@ -121,6 +121,19 @@ KERNELS = {
     ),
     "attention to latents, a step": ("mla_decode_tilelang", "latent_kernel", (512, 64, BF16, 64, 64, 512, 2, False)),
     "masked attention": ("attention_masked_prefill_tilelang", "prefill_kernel", (128, BF16, 128, 64, 128, 4)),
+    "masked latent attention": ("mla_masked_tilelang", "prefill_kernel", (192, 128, BF16, 128, 64, 192, 128, 4)),
+    "masked attention with sinks": (
+        "attention_sink_masked_prefill_tilelang",
+        "prefill_kernel",
+        (64, BF16, 128, 64, 64, 4),
+    ),
+    "masked decode with sinks": (
+        "attention_sink_masked_decode_tilelang",
+        "decode_kernel",
+        (64, BF16, 16, 128, 64, 3, False),
+    ),
+    "soft-capped attention": ("attention_softcap_tilelang", "attention_kernel", (256, BF16, 128, 64, 256, 2)),
+    "packed attention": ("attention_varlen_tilelang", "packed_kernel", (128, BF16, True, 128, 64, 128, 4)),
     "masked attention, a step": (
         "attention_masked_decode_tilelang",
         "decode_kernel",
