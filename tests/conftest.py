@@ -161,7 +161,7 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
     from tilegym_db.store import filling, statements
-    from tilegym_db.store.connection import Store, connect
+    from tilegym_db.store.connection import Store, connect, remove_database
 
     folder = tmp_path_factory.mktemp("stores")
     made: dict[tuple[object, ...], Path] = {}
@@ -171,7 +171,12 @@ def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[P
         state = (statements.SCHEMA_VERSION, statements.schema_sql(), statements.tables_and_views_sql())
         if state not in made:
             first = folder / f"{len(made)}.duckdb"
-            make(first).close()
+            try:
+                make(first).close()
+                connect(first, read_only=True, timeout_s=0.0).close()  # it is cut off if the test filled the disk
+            except BaseException:
+                remove_database(first)
+                raise
             made[state] = first
         shutil.copyfile(made[state], path)
         return Store(path, connect(path, read_only=False, timeout_s=0.0), read_only=False)
