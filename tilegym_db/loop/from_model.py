@@ -80,7 +80,7 @@ class Piece:
     function: str = ""
     """The function, as a :class:`Seam` names it; empty for the modules."""
     inside: str = ""
-    """The Definitions whose kernels compute this too, such as the activation of an MLP. A kernel for it alone serves nobody."""
+    """The Definitions whose kernels compute this too, such as the activation of an MLP. A kernel for it alone serves no call."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content, one row of a table."""
