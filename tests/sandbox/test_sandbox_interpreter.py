@@ -71,6 +71,10 @@ product[(1,)](a, b, out)  # in tf32, which is the default
 assert 1e-4 < (out - a @ b).norm() / (a @ b).norm() < 1e-3
 product_in[(1,)](a, b, out, "ieee")
 torch.testing.assert_close(out, a @ b)
+
+a.view(torch.int32)[3] = -1  # as in memory that nothing has written
+product[(1,)](a, b, out)
+assert torch.equal(out.isnan().all(1), torch.arange(16) == 3)
 print("as hardware does")
 """
 

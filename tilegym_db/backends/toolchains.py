@@ -548,10 +548,10 @@ def repair_interpreter() -> None:
     def in_tf32(handle: Any) -> Any:
         if handle.dtype.scalar != tl.float32:
             return handle
-        rounded = (np.ascontiguousarray(handle.data).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(
-            ~0x1FFF & 0xFFFFFFFF
-        )
-        return broken.TensorHandle(rounded.view(np.float32), tl.float32)
+        data = np.ascontiguousarray(handle.data)
+        rounded = (data.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(~0x1FFF & 0xFFFFFFFF)
+        # The sum of a NaN of all ones, which marks memory that nothing has written, would be zero.
+        return broken.TensorHandle(np.where(np.isnan(data), data, rounded.view(np.float32)), tl.float32)
 
     def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
         if precision == broken._ir.INPUT_PRECISION.TF32:  # float32 unless the kernel asks for another precision
