@@ -5,7 +5,7 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import RecordError
-from tilegym_db.verification.oracle import load_function, oracle, run_lifted, run_reference
+from tilegym_db.verification.oracle import evaluate_function, load_function, oracle, run_lifted, run_reference
 
 X = {"x": {"shape": ["M", "N"], "dtype": "T"}}
 
@@ -86,6 +86,15 @@ def test_an_in_place_output_is_named_and_the_input_left_alone(operator):
 def test_unusable_reference_is_named_with_its_mistake(body, code, fact, operator):
     with raises(RecordError, code, "row_scale: reference", fact):
         run_reference(without_self_test(operator, body), {"x": torch.ones(1, 1)})
+
+
+def test_reference_without_memory_on_a_gpu_can_be_tried_again(operator):
+    definition = without_self_test(operator, "raise torch.OutOfMemoryError('CUDA out of memory')")
+    for run in (run_reference, oracle):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(definition, {"x": torch.ones(1, 1)})
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate_function(definition, "run", {"x": torch.ones(1, 1)}, {})
 
 
 def test_a_source_that_raises_when_it_is_loaded_is_named(operator):

@@ -714,7 +714,7 @@ def _why_other_numbers(definition: Definition, call: RecordedCall, outputs: Sequ
     inputs = {name: call.arguments[name] for name in definition.inputs}
     try:
         made = run_reference(definition, inputs)
-    except RecordError as error:
+    except (RecordError, torch.OutOfMemoryError) as error:
         return f"its draft does not run on a recorded call: {str(error).strip().splitlines()[-1]}"
     for name, at in _places(outputs):
         want = call.results[at]

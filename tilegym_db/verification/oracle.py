@@ -170,7 +170,7 @@ def _is_independent(definition: Definition, inputs: Inputs, axes: Sequence[str],
         halves = [
             run(definition, _part(definition, few, part)) for part in _halves({axis: sizes[axis] for axis in axes})
         ]
-    except RecordError:
+    except (RecordError, torch.OutOfMemoryError):
         return False
     found = _put_together(definition, halves, axes)
     return all(
@@ -326,6 +326,8 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
     try:
         with torch.no_grad():
             returned = function(*(given[name] for name in definition.inputs))
+    except torch.OutOfMemoryError:
+        raise  # of a GPU: callers free memory, or take less at a time
     except (Exception, SystemExit):
         raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
     for name, version in versions.items():
@@ -348,6 +350,8 @@ def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: 
     try:
         with torch.no_grad():
             return function(*(inputs[given] for given in definition.inputs), **{key: known[key] for key in more})
+    except torch.OutOfMemoryError:
+        raise  # of a GPU: callers free memory, or take less at a time
     except (Exception, SystemExit):
         raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
 
