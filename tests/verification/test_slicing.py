@@ -183,8 +183,16 @@ def test_scores_of_a_long_prompt_are_seen_without_their_memory():
     assert largest_inside(definition, inputs) == 8 * 32768 * 32769
 
 
-@pytest.mark.parametrize(("body", "evaluations"), [("return x * weight * factor", 8), ("return x - x.sum(0)", 1)])
-def test_group_that_is_stated_wrongly_is_evaluated_whole(operator, body, evaluations):
+OF_FOUR_ROWS = (
+    "rows = x.unflatten(0, (-1, min(4, x.shape[0]))); return (rows - rows.sum(1, keepdim=True)).flatten(0, 1)"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "evaluations"),
+    [("return x * weight * factor", 8), ("return x - x.sum(0)", 1), (OF_FOUR_ROWS, 2)],
+)
+def test_group_is_parted_as_far_as_its_parts_are_independent(operator, body, evaluations):
     serving = {"part": "norm", "code": [], "independent": [["M"]]}
     definition = operator(body, serving=serving, self_test=None)
     inputs = {"x": torch.randn(8, 16), "weight": torch.randn(16), "factor": 2.0}

@@ -66,8 +66,11 @@ class _Slicing:
     run: Callable[[Definition, Inputs], Outputs]
     budget_bytes: int
     part_bytes: int
-    probed: dict[tuple[str, ...], bool] = field(default_factory=dict)
-    """Axes that grow together -> True if a small call gives the same results in parts."""
+    probed: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
+    """Axes that grow together, with their sizes -> True if a small call gives the same results in parts.
+
+    Halves of eight heads may be independent where those of four are not, as in a norm over four heads.
+    """
 
     def evaluate(self, inputs: Inputs) -> Outputs:
         sizes = _axis_sizes(self.definition, inputs)
@@ -98,9 +101,10 @@ class _Slicing:
         return next((together for together in groups if self._may_halve(inputs, together, sizes)), ())
 
     def _may_halve(self, inputs: Inputs, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
-        if axes not in self.probed:
-            self.probed[axes] = _is_independent(self.definition, inputs, axes, sizes)
-        return self.probed[axes]
+        key = tuple((axis, sizes[axis]) for axis in axes)
+        if key not in self.probed:
+            self.probed[key] = _is_independent(self.definition, inputs, axes, sizes)
+        return self.probed[key]
 
 
 def _put_together(definition: Definition, parts: Sequence[Outputs], axes: Sequence[str]) -> Outputs:
