@@ -96,9 +96,9 @@ def check_own_shape(
             failure = handle.call_in_turn(buffers, contents.sets[0].with_tensors(), other.with_tensors(), outputs[0])
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
-    if failure is None:
+    if failure is None and handle.solution.record.spec.batch_invariant:
         with contents.turn():
-            same = handle.check_slices(contents.sets[0].with_tensors(), outputs[0])
+            same = handle.check_slices(contents.sets[0].with_inputs(), outputs[0])
         if isinstance(same, Failure):
             return same
         verdict.slices = same
