@@ -116,6 +116,24 @@ def test_an_oracle_without_memory_is_tried_once_more(definition: Any, monkeypatc
         ExpectedCache(definition, "cpu").once(case)
 
 
+def test_outputs_that_are_computed_again_without_memory_are_tried_once_more(definition: Any, monkeypatch: Any) -> None:
+    case, evaluate = make_oracle_case(definition, cases_of(definition, 1)[0], "cpu"), expected.oracle
+    assert case is not None
+    failures = [torch.OutOfMemoryError()]
+
+    def short_of_memory(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(expected, "oracle", short_of_memory)
+    again = ExpectedCache(definition, "cpu").outputs_of(case.inputs)
+    assert all(torch.equal(again[name], value) for name, value in case.outputs.items())
+    failures += [torch.OutOfMemoryError()] * 2
+    with pytest.raises(torch.OutOfMemoryError):
+        ExpectedCache(definition, "cpu").outputs_of(case.inputs)
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_slow_oracles_of_a_workload_are_evaluated_together(definition: Any, monkeypatch: Any, slow: bool) -> None:
     monkeypatch.setattr(expected, "SLOW_ORACLE_S", 0.0 if slow else 60.0)

@@ -571,6 +571,17 @@ class ExpectedCache:
             torch.cuda.empty_cache()
         return inputs
 
+    @raising_out_of_memory()
+    def outputs_of(self, inputs: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """Evaluate the oracle of large inputs again, as :meth:`once` does, and leave the memory that it took to the workers."""
+        try:
+            with suppress(torch.OutOfMemoryError):
+                return oracle(self._definition, inputs)
+            give_back_memory(self.device)
+            return oracle(self._definition, inputs)
+        finally:
+            give_back_memory(self.device)
+
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
         with self._lock:
@@ -711,7 +722,7 @@ class WorkloadContents:
         if keep or not cases or not self._is_large:
             return self.cache.several(cases)
         found: list[OracleCase | None] = []
-        evaluate = functools.partial(oracle, self.definition) if self._has_large_outputs else None
+        evaluate = self.cache.outputs_of if self._has_large_outputs else None
         for case in cases:
             drawn = self.cache.once(case)
             found.append(drawn and drawn.without_tensors(functools.partial(self.cache.inputs_of, case), evaluate))
