@@ -135,11 +135,11 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
     with scratch_folder() as scratch:
         folder = Path(scratch)
         try:
-            _check_memory(definition, _own_axes(task), task.machine.device)
+            axes = _own_axes(task)
+            _check_memory(definition, axes, task.machine.device)
             inputs = draw_contents(task.found, definition, task.workload, seed, task.machine.device, task.base)
             unchecked = _check_constraints(task, inputs)
             scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
-            axes = {name: size for name, size in task.workload["axes"].items() if name in definition.axes}
             case = Case(Call(definition.name, definition.bind_axes(axes), scalars=scalars), seed=seed)
         except (RecordError, StoreError) as error:
             yield from (_not_run(item, task.workload, task.machine, str(error)) for item in solutions)
@@ -161,10 +161,10 @@ def _check_memory(definition: Definition, axes: Mapping[str, int], device: str) 
         needed += 3 * _elements(definition, name, bound) * storage_dtype(definition.inputs[name].dtype).itemsize
     for name, spec in definition.outputs.items():  # the truth is in float64
         needed += _elements(definition, name, bound) * (3 * storage_dtype(spec.dtype).itemsize + 8)
-    free = free_memory() if device == CPU else torch.cuda.mem_get_info(device)[1]
-    if needed > free:
+    available = free_memory() if device == CPU else torch.cuda.mem_get_info(device)[1]
+    if needed > available:
         raise StoreError(
-            f"its contents take at least {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free.",
+            f"its contents take at least {needed / 1e9:.1f} GB of memory, and there are {available / 1e9:.1f} GB.",
             code="memory_short",
         )
 
