@@ -192,10 +192,11 @@ OF_FOUR_ROWS = (
     ("body", "evaluations"),
     [("return x * weight * factor", 8), ("return x - x.sum(0)", 1), (OF_FOUR_ROWS, 2)],
 )
-def test_group_is_parted_as_far_as_its_parts_are_independent(operator, body, evaluations):
+@pytest.mark.parametrize("scale", [1.0, 1e-20])
+def test_group_is_parted_as_far_as_its_parts_are_independent(operator, body, evaluations, scale):
     serving = {"part": "norm", "code": [], "independent": [["M"]]}
     definition = operator(body, serving=serving, self_test=None)
-    inputs = {"x": torch.randn(8, 16), "weight": torch.randn(16), "factor": 2.0}
+    inputs = {"x": scale * torch.randn(8, 16), "weight": torch.randn(16), "factor": 2.0}
     found, times = in_parts(definition, inputs, part_bytes=1)
     assert torch.equal(found["out"], oracle(definition, inputs)["out"])
     assert times == evaluations
