@@ -151,6 +151,13 @@ def test_a_rule_catches_its_snippet_and_not_the_neighbour(rule: str) -> None:
     assert hard(neighbour) == []
 
 
+@pytest.mark.parametrize("name", ["autotune", "runtime.autotune", "runtime.autotuner.autotune", "runtime.Autotuner"])
+def test_autotuner_is_seen_by_each_of_its_names(name: str) -> None:
+    module, _, last = f"triton.{name}".rpartition(".")
+    source = f"from {module} import {last} as tuned\ntuned([], key=[])"
+    assert "tunes-itself" in rules(scan(KERNEL["triton"] + source, "triton"))
+
+
 def test_every_rule_has_a_test() -> None:
     elsewhere = {"unscanned-source", "unlisted-source", "shadowed-module", "imports-library", "no-kernel"}
     assert set(CASES) | elsewhere == set(RULES)

@@ -346,6 +346,9 @@ def is_set_method(function: ast.expr) -> bool:
 # ---- calls ----------------------------------------------------------------------------------------
 # Rules for calls: computed attributes, the environment, raw device code, operators, compiler flags.
 
+AUTOTUNERS = frozenset(
+    f"triton.{module}{name}" for module in ("", "runtime.", "runtime.autotuner.") for name in ("autotune", "Autotuner")
+)
 EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.call_pure_extern"})
 
 
@@ -377,7 +380,7 @@ def check_call(context: Context, node: ast.Call) -> None:
             context.plain_formats.add(node.func)
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
-    if "triton.autotune" in paths:
+    if paths & AUTOTUNERS:
         context.report.add(node, "tunes-itself", "chooses a config by measuring")
     if paths & WORDS["class-factories"]:
         context.report.add(node, "outside-language", "makes a class by a call; write a class statement with NamedTuple")
