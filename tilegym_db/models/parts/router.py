@@ -725,7 +725,7 @@ def choices(forward: FunctionType) -> tuple[Choice, ...]:
 
 
 def _behind(before: Sequence[ast.stmt]) -> tuple[str, ...]:
-    """Return the variable of which the last statement computes probabilities; empty if it does something else.
+    """Return the variables of which the last statement computes probabilities; empty if it does something else.
 
     A router may return probabilities as its scores. Definitions take what is behind them.
     """
@@ -734,7 +734,7 @@ def _behind(before: Sequence[ast.stmt]) -> tuple[str, ...]:
     call = before[-1].value
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in PROBABILITIES:
         return ()
-    return tuple(_names([before[-1]], ast.Load) & _names(before[:-1], ast.Store))[:1]
+    return tuple(sorted(_names([before[-1]], ast.Load) & _names(before[:-1], ast.Store)))
 
 
 def _returned(function: ast.FunctionDef) -> tuple[str, str] | None:
