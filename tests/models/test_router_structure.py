@@ -250,6 +250,24 @@ def shifted(self: Any, hidden_states: torch.Tensor) -> Any:
     return scores, weights, ids
 
 
+def scaled_in_place(self: Any, hidden_states: torch.Tensor) -> Any:
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    logits.mul_(4.0)
+    weights = torch.nn.functional.softmax(logits.float(), dim=-1)
+    weights, ids = torch.topk(weights, self.top_k, dim=-1)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    return logits, weights, ids
+
+
+def test_a_choice_that_changes_its_scores_stays_stock(kernels: Catalog) -> None:
+    module = router("MixtralTopKRouter")
+    module.__class__ = type("Scaled", (type(module),), {"forward": scaled_in_place})
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert_same(call(module), stock)
+    assert handle.report().kernel_calls == 0
+
+
 def test_every_variable_behind_probabilities_may_be_ranked() -> None:
     assert [one.scores for one in choices(shifted)] == ["scores", "logits", "others"]
 
