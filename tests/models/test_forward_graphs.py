@@ -316,7 +316,7 @@ def test_a_call_site_that_leaves_the_model_keeps_the_graph():
     assert graphs.report().replayed == 2
 
 
-def test_a_forward_that_a_patched_class_gets_later_ends_the_graph():
+def test_a_forward_that_a_patched_class_gets_ends_the_graph():
     model = encoder()
     stock = type(model.pooler)
     change_class(model.pooler, subclass(stock, lambda self, *args: stock.forward(self, *args)))
