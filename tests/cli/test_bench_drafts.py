@@ -67,6 +67,17 @@ def test_failing_draft_ends_with_a_command_that_shows_it_again(cli, row_scale, h
     assert known.out.rstrip().endswith(f"bench {folder} --gpu cpu --quick --force")  # and not: add it
 
 
+def test_draft_that_nothing_measured_is_not_to_be_repeated(cli, row_scale, home, tmp_path, solution_record):
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(RIGHT)
+    spec = {**solution_record()["spec"], "destination_passing_style": False, "dependencies": ["no-such-package>=1"]}
+    (folder / "solution.json").write_text(json.dumps(solution_record(name="row_scale_lacks", spec=spec)))
+    result = cli("bench", folder, "--gpu", "cpu", "--quick")
+    assert "no-such-package" in result.out
+    assert "--force" not in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [

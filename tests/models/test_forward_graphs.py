@@ -316,6 +316,18 @@ def test_a_call_site_that_leaves_the_model_keeps_the_graph():
     assert graphs.report().replayed == 2
 
 
+def test_a_forward_that_a_patched_class_gets_ends_the_graph():
+    model = encoder()
+    stock = type(model.pooler)
+    change_class(model.pooler, subclass(stock, lambda self, *args: stock.forward(self, *args)))
+    graphs = in_graphs(model)
+    for seed in range(UNTIL_REPLAY + 1):
+        model(ids(seed))
+    type(model.pooler).forward = lambda self, *args: stock.forward(self, *args) * 2
+    model(ids(0))
+    assert graphs.report().replayed == 1
+
+
 def test_a_weight_with_fewer_rows_is_another_state():
     model = encoder()
     before = state_or_reason(model, "cpu")

@@ -144,6 +144,19 @@ def test_a_setting_of_a_config_is_read_at_each_call(kernels: Catalog) -> None:
     assert handle.report().hits()["topk_softmax"] == 1
 
 
+def test_compiled_code_sees_a_changed_setting_of_a_config(shop: Any) -> None:
+    module = router("Gemma4TextRouter")
+    with patched(torch.nn.ModuleList([module]), catalog=shop.offer(ops=("topk_softmax",), smallest=1)) as handle:
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        found = [call(compiled)]
+        module.config.top_k_experts = 2
+        found.append(call(compiled))
+    torch.compiler.reset()
+    assert [ids.shape[-1] for _, _, ids in found] == [CHOSEN, 2]
+    assert_same(found[1], call(module))
+    assert handle.report().kernel_calls == 2
+
+
 def test_a_setting_of_the_choice_alone_must_stay_as_probed(kernels: Catalog) -> None:
     module = router("MistralLarge4TextTopkRouter")
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
@@ -227,6 +240,36 @@ def doubled(self: Any, hidden_states: torch.Tensor) -> Any:
     hidden_states = hidden_states * 2
     weights, ids = torch.topk(logits, self.top_k)
     return logits, weights * hidden_states[:, :1], ids
+
+
+def shifted(self: Any, hidden_states: torch.Tensor) -> Any:
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    others = hidden_states.mean(-1, keepdim=True)
+    scores = torch.softmax(logits + others, dim=-1)
+    weights, ids = torch.topk(scores, self.top_k)
+    return scores, weights, ids
+
+
+def scaled_in_place(self: Any, hidden_states: torch.Tensor) -> Any:
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    logits.mul_(4.0)
+    weights = torch.nn.functional.softmax(logits.float(), dim=-1)
+    weights, ids = torch.topk(weights, self.top_k, dim=-1)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    return logits, weights, ids
+
+
+def test_a_choice_that_changes_its_scores_stays_stock(kernels: Catalog) -> None:
+    module = router("MixtralTopKRouter")
+    module.__class__ = type("Scaled", (type(module),), {"forward": scaled_in_place})
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert_same(call(module), stock)
+    assert handle.report().kernel_calls == 0
+
+
+def test_every_variable_behind_probabilities_may_be_ranked() -> None:
+    assert [one.scores for one in choices(shifted)] == ["scores", "logits", "others"]
 
 
 def test_code_of_another_shape_has_no_choice() -> None:

@@ -37,6 +37,12 @@ sys.stdin.read()
 """
 
 
+OPENS_AND_FILLS = pytest.mark.turn(
+    "tilegym_db/store/connection.py", "tilegym_db/store/opening.py", "tilegym_db/store/filling.py"
+)
+"""The test fills databases, or starts a process that opens one."""
+
+
 @pytest.fixture(autouse=True)
 def stores_are_made(make_store: Callable[[Path], connections.Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files' stores begin as copies."""
@@ -264,7 +270,7 @@ def test_reader_beside_another_reader_reports_the_old_catalog(opened, root):
             assert "catalog changed" in second.stale
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 def test_no_progress_bar_goes_to_stdout_of_a_prompt(opened, home, root):
     with opened():
         pass
@@ -281,7 +287,7 @@ for read_only in (True, False):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 def test_reader_that_waits_sees_the_catalog_once_a_writer_ends(opened, root, home):
     with opened():
         pass
@@ -342,7 +348,7 @@ def old_store(opened, home, root, catalog, trace, write_traces):
     return {item.trace_id: item for item in (journaled, given)}
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 @pytest.mark.parametrize("read_only", [True, False])
 def test_store_of_an_older_schema_is_remade_once_without_loss(opened, old_store, catalog, home, caplog, read_only):
     with opened(read_only=read_only) as store:
@@ -364,14 +370,14 @@ def test_store_of_an_older_schema_is_remade_once_without_loss(opened, old_store,
     ]
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 def test_rebuild_remakes_an_older_store_from_its_journals_alone(opened, old_store, home, root):
     assert rebuild(home, catalog=Catalog((root,))).added == 1
     with opened() as store:
         assert read_traces(store, old_store) == dict([next(iter(old_store.items()))])
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/schema.sql")  # a separate process
+@pytest.mark.turn("tilegym_db/store/opening.py", "tilegym_db/store/schema.sql")  # a separate process
 def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home, root):
     code = (
         "import sys; from pathlib import Path; from tilegym_db.catalog import Catalog\n"
@@ -384,7 +390,7 @@ def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home
     assert told[1] == ""
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills a store twice
+@OPENS_AND_FILLS
 def test_older_store_stays_whole_if_the_new_one_has_no_room(opened, old_store, home, file_size_limit):
     before = (home / "tilegym.duckdb").read_bytes()
     for read_only in (True, False):
@@ -399,7 +405,7 @@ def test_older_store_stays_whole_if_the_new_one_has_no_room(opened, old_store, h
         assert read_traces(store, old_store) == old_store
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # a separate process
+@OPENS_AND_FILLS
 def test_a_reader_that_cannot_make_an_older_store_anew_says_why(opened, old_store, home):
     reading = HOLDER.replace("(sys.argv[1])", "(sys.argv[1], read_only=True)")
     holder = subprocess.Popen(
@@ -443,7 +449,7 @@ def test_a_read_only_folder_is_named_with_the_way_out(read_only_folder):
     assert list((read_only_folder / "home").iterdir()) == []
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 def test_a_full_disk_leaves_no_half_made_store(opened, home, file_size_limit):
     with file_size_limit(64 * 1024), raises(StoreError, "disk_full", "TILEGYM_DB_HOME"), opened():
         pass
@@ -513,7 +519,7 @@ def test_reader_of_a_store_in_step_loads_no_record_class(home, root):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.turn("tilegym_db/store/connection.py", "tilegym_db/store/filling.py")  # fills databases
+@OPENS_AND_FILLS
 @pytest.mark.parametrize(("pages", "limit"), [(1 << 16, "128.0 MiB"), (1 << 30, "2.0 GiB")])
 def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, pages, limit):
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}

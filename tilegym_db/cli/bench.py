@@ -287,7 +287,7 @@ def _print_figures(console: Console, report: BenchReport) -> None:
 
 def _next_step(report: BenchReport, asked: str, *, screens: bool, again: str) -> str:
     """Return the step after a run that was not interrupted: to a failure, to a draft that passed, or to the next command."""
-    from tilegym_db.measurement.plan import VERIFICATION
+    from tilegym_db.measurement.plan import ALREADY_MEASURED, VERIFICATION
     from tilegym_db.records.verdicts import MACHINE_SLOW, is_wrong
 
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
@@ -300,7 +300,8 @@ def _next_step(report: BenchReport, asked: str, *, screens: bool, again: str) ->
         if busy and again:
             return f"Next, once the machine is less busy: tilegym-db {again}"
         return f"Next: tilegym-db show {(failed or tried[0]).trace_id[:8]}"
-    if report.drafts and again and not report.traces:  # its verdicts may be failures
+    measured = {item.solution for item in report.plan.skipped if item.reason == ALREADY_MEASURED}
+    if again and not report.traces and measured & report.drafts.keys():  # its verdicts may be failures
         return f"Next: tilegym-db {again} --force"
     if report.drafts:
         return f"Next: {next(iter(report.drafts.values())).add_command}"

@@ -215,6 +215,8 @@ class CallSite:
 _MARK = "_tilegym_db_replaces"
 _ORIGINAL = "_tilegym_db_original"
 """The class below all that were made here: there may be one that decodes in graphs on top of one whose forward is patched."""
+_FORWARD = "_tilegym_db_forward"
+"""The forward that a class was made with, by which one that other code gives it later is noticed."""
 _numbers = itertools.count()
 
 
@@ -244,6 +246,7 @@ def subclass(
         "__doc__": base.__doc__,
         _MARK: base,
         _ORIGINAL: original,
+        _FORWARD: forward,
     }
     patched = type(base.__name__, (base,), namespace)
     return patched
@@ -265,6 +268,12 @@ def class_before_patches(module: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the module's class as it was before any :func:`subclass` of it."""
     cls: type[torch.nn.Module] = vars(type(module)).get(_ORIGINAL, type(module))
     return cls
+
+
+def has_other_forward(cls: type[torch.nn.Module]) -> bool:
+    """Return True if other code has given a class of :func:`subclass` another forward since."""
+    made = vars(cls)
+    return _FORWARD in made and made.get("forward") is not made[_FORWARD]
 
 
 def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:

@@ -159,7 +159,7 @@ def of_unreached(parts: Iterable[str]) -> str:
     names = ", ".join(parts)
     if not names:
         return ""
-    return f"left out, because random inputs do not run it: {names}. patch serves it too; its inputs= and verify=True prove it"
+    return f"left out, because these inputs do not run it: {names}. patch serves it too; its inputs= and verify=True prove it"
 
 
 def _encodes_both(model: Any) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import class_before_patches, has_hooks
+from tilegym_db.models.call_site import class_before_patches, has_hooks, has_other_forward
 from tilegym_db.models.next_inputs import HELD, CapturedForward
 
 TIMED_REPLAYS = 2
@@ -155,6 +155,8 @@ def state_of(
                     tensors += place_of(one)
         original = class_before_patches(module)
         settings += original, original.forward
+        if original is not (cls := type(module)) and has_other_forward(cls):
+            settings.append(cls.forward)
         _add_settings(vars(module), settings, kinds)
     for config in configs:
         _add_settings(vars(config), settings, kinds)

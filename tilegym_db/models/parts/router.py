@@ -533,9 +533,12 @@ def _recorded(module: Module, choice: Choice, dtype: torch.dtype, bias: torch.dt
                 found.clear()
     finally:
         forget()
-    if len(found) != 3 or not all(isinstance(one, torch.Tensor) for one in found):
+    if len(found) != 6:
         return reason if not found else NO_CHOICE
-    return _Recorded(dtype, bias, {**kept, **extra}, *found)
+    *before, scores, returned, weights, ids = found
+    if not all(map(torch.equal, before, (scores, returned))):
+        return NO_CHOICE  # it writes to its scores, which a kernel does not
+    return _Recorded(dtype, bias, {**kept, **extra}, scores, weights, ids)
 
 
 def _probe_scores(draw: Draw, experts: int, dtype: torch.dtype) -> torch.Tensor:
@@ -678,18 +681,19 @@ def _reads(module: Module, choice: Choice) -> tuple[str, ...]:
 PROBABILITIES = ("softmax", "sigmoid")
 SERVED = "_tilegym_db_chosen"
 RECORD = "_tilegym_db_record"
-"""The function that :func:`recording` calls with scores, weights and ids."""
+"""The function that :func:`recording` calls with tensors before and after a choice."""
 
 
 class Choice(NamedTuple):
     """Statements ``start`` to ``stop`` of a block of code, the names that they define, and the attributes that they read.
 
-    ``scores`` is the variable that a Definition ranks.
+    ``scores`` is the variable that a Definition ranks, and ``returned`` the one that the forward returns as scores.
     """
 
     start: int
     stop: int
     scores: str
+    returned: str
     weights: str
     ids: str
     reads: tuple[str, ...]
@@ -720,12 +724,12 @@ def choices(forward: FunctionType) -> tuple[Choice, ...]:
         if len(live) == 2 and ids in live and ranked not in _names(inside, ast.Store) - {scores}:
             (weights,) = live - {ids}
             read = _attributes(inside, function.args.args[0].arg)
-            found.append(Choice(start, stop, ranked, weights, ids, read))
+            found.append(Choice(start, stop, ranked, scores, weights, ids, read))
     return tuple(found)
 
 
 def _behind(before: Sequence[ast.stmt]) -> tuple[str, ...]:
-    """Return the variable of which the last statement computes probabilities; empty if it does something else.
+    """Return the variables of which the last statement computes probabilities; empty if it does something else.
 
     A router may return probabilities as its scores. Definitions take what is behind them.
     """
@@ -734,7 +738,7 @@ def _behind(before: Sequence[ast.stmt]) -> tuple[str, ...]:
     call = before[-1].value
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in PROBABILITIES:
         return ()
-    return tuple(_names([before[-1]], ast.Load) & _names(before[:-1], ast.Store))[:1]
+    return tuple(sorted(_names([before[-1]], ast.Load) & _names(before[:-1], ast.Store)))
 
 
 def _returned(function: ast.FunctionDef) -> tuple[str, str] | None:
@@ -796,10 +800,12 @@ def routed(forward: FunctionType, choice: Choice) -> FunctionType:
 
 
 def recording(forward: FunctionType, choice: Choice) -> FunctionType:
-    """Return a copy of the function that also gives :data:`RECORD` the scores, weights and ids of its choice."""
+    """Return a copy of the function that also gives :data:`RECORD` its scores before a choice, and all results after it."""
 
     def change(function: ast.FunctionDef, body: list[ast.stmt]) -> None:
-        body[choice.stop : choice.stop] = ast.parse(f"{RECORD}({choice.scores}, {choice.weights}, {choice.ids})").body
+        held = f"{choice.scores}, {choice.returned}"
+        body[choice.stop : choice.stop] = ast.parse(f"{RECORD}({held}, {choice.weights}, {choice.ids})").body
+        body[choice.start : choice.start] = ast.parse(f"{RECORD}({held})").body
 
     return _changed(forward, change)
 
