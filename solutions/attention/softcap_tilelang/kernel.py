@@ -175,7 +175,8 @@ def plain_kernel(D, dtype):
         softcap: T.float32,
         steep: T.float32,
     ):
-        with T.Kernel(S, B * Hq, threads=32) as (position, row):
+        with T.Kernel(B * Hq * S, threads=32) as turn:
+            position, row = T.truncmod(turn, S), T.truncdiv(turn, S)
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
             plane = T.min(batch, planes - 1)
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
