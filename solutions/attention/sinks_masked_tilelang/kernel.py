@@ -17,6 +17,7 @@ from _lib.tilelang.split_keys import (
     multiprocessor_count,
     one_warp_fetches,
     sign_and_size,
+    weigh_differences,
 )
 
 LOG2_E = 1.4426950408889634
@@ -25,26 +26,6 @@ MOST_SPLITS = 64
 NEVER = 1 << 30  # a tile behind all others
 MOST_SINK = 2.0e38  # sinks are kept below it, so that one in base 2 is finite
 ROOM = 208 * 1024  # bytes of shared memory for tiles of queries, keys and values
-
-
-@T.macro
-def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
-    """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
-
-    Scores are scaled after the largest, unscaled one is subtracted: that one gives 0, however large it is. The scale must be
-    above 0.
-    """
-    T.copy(largest, shrink)
-    T.reduce_max(scores, largest, dim=1, clear=True)
-    for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i])
-    for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
-    T.reduce_sum(scores, added, dim=1)
-    for i in T.Parallel(rows):
-        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
-    for i in T.Parallel(rows):
-        sums[i] = sums[i] * shrink[i] + added[i]
 
 
 def in_base_2(sink):
@@ -187,7 +168,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             scores[i, j] + number * unit,
                             -T.infinity("float32"),
                         )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
@@ -430,7 +411,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, stages):
                                 scores[i, j] + number * unit,
                                 -T.infinity("float32"),
                             )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
