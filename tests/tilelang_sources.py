@@ -10,7 +10,7 @@ from tvm.target import Target
 
 
 def generated(factory: Any, arguments: tuple[Any, ...]) -> str:
-    """The CUDA source that TileLang makes of a kernel for an H100."""
+    """Return the CUDA source that TileLang makes of a kernel for an H100."""
     jit = factory.__wrapped__
     function, target = jit.get_tir(*arguments), Target({"kind": "cuda", "arch": "sm_90"})
     with PassContext(opt_level=3, config=jit.pass_configs or {}), target:
