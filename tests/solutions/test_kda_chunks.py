@@ -8,6 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from shipped_records import CATALOG
+
+from tilegym_db.backends.aot import CompileJob, compile_many
+from tilegym_db.records import Workload
 
 pytestmark = pytest.mark.sweep
 
@@ -22,6 +26,7 @@ from tilegym_db.verification.oracle import oracle
 catalog = Catalog.default()
 solution = catalog.solution("kda_chunk_triton_chunks")
 run = load_verified(solution, solution.digest)
+run.__globals__["MOST_PARTS"] = 3  # two sequences of one chunk at once, or one of three
 gates, tokens, K, V, dtype, keys, config = json.loads(sys.argv[1])
 B, H = 2, 1
 dtype = getattr(torch, dtype)
@@ -74,3 +79,18 @@ def test_chunks_of_kda_are_the_recurrence(gates, tokens, K, V, dtype, keys, conf
     out, final = json.loads(done.stdout)
     assert out < ROUNDING[dtype]
     assert final < ROUNDING["float32"]
+
+
+@pytest.mark.turn("solutions/linear_attention/")
+@pytest.mark.parametrize(
+    ("axes", "config"),
+    [
+        ({"B": 1, "T": 1, "H": 1, "K": 16, "V": 1}, {}),  # sizes of one are constants to Triton
+        ({"B": 1, "T": 128, "H": 2, "K": 128, "V": 128}, {"BLOCK_V": 128, "num_stages": 2}),  # the most shared memory
+    ],
+)
+def test_kernels_compile_for_an_h200(axes: dict[str, int], config: dict[str, int]) -> None:
+    workload = Workload.model_validate({"definition": "kda_chunk", "axes": axes, "dtypes": {"T": "float32"}})
+    definition, solution = CATALOG.definition("kda_chunk"), CATALOG.solution("kda_chunk_triton_chunks")
+    (compiled,) = compile_many([CompileJob(definition, solution, workload, "sm_90", config)])
+    assert compiled.status == "compiled"

@@ -8,15 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from typing import Any
 
 import pytest
 import tilelang
 import tilelang.language as T
 import torch
 from shipped_records import CATALOG
-from tvm.ir.transform import PassContext
-from tvm.target import Target
+from tilelang_sources import generated
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
@@ -163,14 +161,6 @@ UNDIVIDED = {
 }
 """Kernels with a pipeline in which every thread fetches its own share, so that no warp waits for another one's."""
 TILELANG = [files for files in CATALOG.solutions.values() if files.record.spec.language == "tilelang"]
-
-
-def generated(factory: Any, arguments: tuple[Any, ...]) -> str:
-    """The CUDA source that TileLang makes of a kernel for an H100."""
-    jit = factory.__wrapped__
-    function, target = jit.get_tir(*arguments), Target({"kind": "cuda", "arch": "sm_90"})
-    with PassContext(opt_level=3, config=jit.pass_configs or {}), target:
-        return str(tilelang.lower(function, target=target, enable_device_compile=False).kernel_source)
 
 
 def fetchers(source: str) -> list[int]:

@@ -39,6 +39,25 @@ def weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, row
         sums[i] = sums[i] * shrink[i] + added[i]
 
 
+@T.macro
+def weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys):
+    """Take one step of the running softmax, with `largest` unscaled: scores become weights; `shrink` is as in `weigh`.
+
+    Scores are scaled after the largest one is subtracted: that one gives 0, however large it is. The scale must be above 0.
+    """
+    T.copy(largest, shrink)
+    T.reduce_max(scores, largest, dim=1, clear=True)
+    for i in T.Parallel(rows):
+        largest[i] = T.max(shrink[i], largest[i])
+    for i, j in T.Parallel(rows, keys):
+        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
+    T.reduce_sum(scores, added, dim=1)
+    for i in T.Parallel(rows):
+        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
+    for i in T.Parallel(rows):
+        sums[i] = sums[i] * shrink[i] + added[i]
+
+
 def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
     """A schedule in which `warps` warps multiply and one more fetches by TMA, as far ahead as there are buffers.
 

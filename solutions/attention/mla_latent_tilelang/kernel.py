@@ -53,7 +53,8 @@ def latent_kernel(R, E, dtype, rows, keys, columns, stages, whole):
         scale: T.float32,
         power: T.float32,
     ):
-        with T.Kernel(T.ceildiv(H, rows), B, T.ceildiv(L, span), threads=256) as (tile, batch, split):
+        with T.Kernel(B * T.ceildiv(H, rows), T.ceildiv(L, span), threads=256) as (place, split):
+            batch, tile = T.truncdiv(place, T.ceildiv(H, rows)), T.truncmod(place, T.ceildiv(H, rows))
             T.assume(k_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
             T.assume(k_l % 8 == 0)
             T.assume(p_b % 8 == 0)

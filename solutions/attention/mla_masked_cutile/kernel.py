@@ -80,7 +80,8 @@ def _flags(mask, plane, row, key, TILE_S: Int, TILE_N: Int):
 @ct.kernel(num_worker_warps=4)
 def _sort_tiles(mask: Masks, kinds: ct.Array, TILE_S: Int, TILE_N: Int):
     """Note the kind of a tile of the mask: 2 if each of its queries sees each of its keys, 1 if some flag is set, else 0."""
-    plane, block, tile = ct.bid(2), ct.bid(1), ct.bid(0)
+    row, tile = ct.bid(0) // kinds.shape[2], ct.bid(0) % kinds.shape[2]
+    plane, block = row // kinds.shape[1], row % kinds.shape[1]
     flags = _flags(mask, plane, block * TILE_S, tile * TILE_N, TILE_S, TILE_N)
     # Rows behind the last query do not count; keys behind the last one are never seen.
     rows = block * TILE_S + ct.arange(TILE_S, dtype=ct.int32)[:, None]
@@ -94,7 +95,7 @@ def _find_bounds(kinds: ct.Array, bounds: ct.Array, TILE_T: Int):
 
     Apart from the kernel that reads the bounds: with these sums in it, cuTile 1.7 ends with an error of its own.
     """
-    plane, block = ct.bid(1), ct.bid(0)
+    plane, block = ct.bid(0) // kinds.shape[1], ct.bid(0) % kinds.shape[1]
     index = ct.arange(TILE_T, dtype=ct.int32)
     there = index < kinds.shape[2]
     found = ct.gather(kinds, (plane, block, index), mask=there, padding_value=0, check_bounds=False)
@@ -235,8 +236,8 @@ def run(
     kinds = torch.empty((flags.shape[0], blocks, tiles), dtype=torch.int32, device=q.device)
     bounds = torch.empty((flags.shape[0], blocks, 4), dtype=torch.int32, device=q.device)
     stream = torch.cuda.current_stream()
-    ct.launch(stream, (tiles, blocks, flags.shape[0]), _sort_tiles, (flags, kinds, config.tile_s, config.tile_n))
-    ct.launch(stream, (blocks, flags.shape[0], 1), _find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
+    ct.launch(stream, (kinds.numel(), 1, 1), _sort_tiles, (flags, kinds, config.tile_s, config.tile_n))
+    ct.launch(stream, (flags.shape[0] * blocks, 1, 1), _find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
     args = (
         q, k, v, flags, bounds, out, scale, _power_of_two(scale), scale < 0,
         config.tile_s, config.tile_n, *_widths(D), max(16, 1 << (v.shape[3] - 1).bit_length()),

@@ -39,18 +39,20 @@ def sort_kernel(rows, keys):
         flags: T.StridedTensor((planes, S, L), (m_b, m_q, m_k), "uint8"),
         kinds: T.Tensor((planes, blocks, tiles), "int32"),
     ):
-        with T.Kernel(tiles, blocks, planes, threads=threads) as (tile, block, plane):
+        with T.Kernel(planes * blocks * tiles, threads=threads) as turn:
+            tile, row = T.truncmod(turn, tiles), T.truncdiv(turn, tiles)
+            block, plane = T.truncmod(row, blocks), T.truncdiv(row, blocks)
             thread = T.get_thread_binding(0)
             key = tile * keys + thread % keys
             some = T.alloc_var("int32", init=0)
             every = T.alloc_var("int32", init=1)
             found = T.alloc_var("int32", init=0)
             of_warps = T.alloc_shared((2, threads // 32), "int32")
-            for turn in T.unroll(rows // at_once):
+            for step in T.unroll(rows // at_once):
                 # Rows behind the last query do not count; keys behind the last one are never seen.
-                if block * rows + turn * at_once + thread // keys < S:
+                if block * rows + step * at_once + thread // keys < S:
                     found = 0
-                    if key < L and flags[plane, block * rows + turn * at_once + thread // keys, T.min(key, L - 1)] > 0:
+                    if key < L and flags[plane, block * rows + step * at_once + thread // keys, T.min(key, L - 1)] > 0:
                         found = 1
                     some = T.max(some, found)
                     every = T.min(every, found)
@@ -220,7 +222,8 @@ def plain_kernel(D, DV, dtype):
         sign: T.float32,
         scale: T.float32,
     ):
-        with T.Kernel(S, B * H, threads=32) as (position, row):
+        with T.Kernel(B * H * S, threads=32) as turn:
+            position, row = T.truncmod(turn, S), T.truncdiv(turn, S)
             batch, head = T.truncdiv(row, H), T.truncmod(row, H)
             plane = T.min(batch, planes - 1)
             lane = T.get_thread_binding(0)

@@ -74,7 +74,8 @@ def _with_sink(acc, sums, largest, sink):
 @ct.kernel(num_worker_warps=4)
 def _sort_tiles(mask: Masks, kinds: ct.Array, least: float, TILE_S: Int, TILE_N: Int):
     """Note the kind of a tile of the mask: 2 if all of its numbers are 0, 1 if some key is seen, else 0."""
-    plane, block, tile = ct.bid(2), ct.bid(1), ct.bid(0)
+    row, tile = ct.bid(0) // kinds.shape[2], ct.bid(0) % kinds.shape[2]
+    plane, block = row // kinds.shape[1], row % kinds.shape[1]
     numbers, inside = _numbers(mask, plane, block * TILE_S, tile * TILE_N, TILE_S, TILE_N)
     some = ct.max(ct.where(inside & (numbers > least), 1, 0))
     # Rows behind the last query do not count; keys behind the last one are never seen.
@@ -89,7 +90,7 @@ def _find_bounds(kinds: ct.Array, bounds: ct.Array, TILE_T: Int):
 
     Apart from the kernel that reads the bounds: with these sums in it, cuTile 1.7 ends with an error of its own.
     """
-    plane, block = ct.bid(1), ct.bid(0)
+    plane, block = ct.bid(0) // kinds.shape[1], ct.bid(0) % kinds.shape[1]
     index = ct.arange(TILE_T, dtype=ct.int32)
     there = index < kinds.shape[2]
     found = ct.gather(kinds, (plane, block, index), mask=there, padding_value=0, check_bounds=False)
@@ -306,8 +307,8 @@ def run_prefill(
     kinds = torch.empty((masks.shape[0], blocks, tiles), dtype=torch.int32, device=q.device)
     bounds = torch.empty((masks.shape[0], blocks, 4), dtype=torch.int32, device=q.device)
     stream = torch.cuda.current_stream()
-    ct.launch(stream, (tiles, blocks, masks.shape[0]), _sort_tiles, (masks, kinds, least, config.tile_s, config.tile_n))
-    ct.launch(stream, (blocks, masks.shape[0], 1), _find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
+    ct.launch(stream, (kinds.numel(), 1, 1), _sort_tiles, (masks, kinds, least, config.tile_s, config.tile_n))
+    ct.launch(stream, (masks.shape[0] * blocks, 1, 1), _find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
     args = (
         q, k, v, sinks, masks, bounds, out, scale * LOG2_E, least, Hq // k.shape[1],
         config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),

@@ -17,6 +17,7 @@ from _lib.tilelang.split_keys import (
     multiprocessor_count,
     one_warp_fetches,
     sign_and_size,
+    weigh_differences,
 )
 
 LOG2_E = 1.4426950408889634
@@ -25,26 +26,6 @@ MOST_SPLITS = 64
 NEVER = 1 << 30  # a tile behind all others
 MOST_SINK = 2.0e38  # sinks are kept below it, so that one in base 2 is finite
 ROOM = 208 * 1024  # bytes of shared memory for tiles of queries, keys and values
-
-
-@T.macro
-def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
-    """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
-
-    Scores are scaled after the largest, unscaled one is subtracted: that one gives 0, however large it is. The scale must be
-    above 0.
-    """
-    T.copy(largest, shrink)
-    T.reduce_max(scores, largest, dim=1, clear=True)
-    for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i])
-    for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
-    T.reduce_sum(scores, added, dim=1)
-    for i in T.Parallel(rows):
-        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
-    for i in T.Parallel(rows):
-        sums[i] = sums[i] * shrink[i] + added[i]
 
 
 def in_base_2(sink):
@@ -187,7 +168,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             scores[i, j] + number * unit,
                             -T.infinity("float32"),
                         )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
@@ -275,7 +256,9 @@ def sort_kernel(dtype, rows, keys):
         kinds: T.Tensor((planes, blocks, tiles), "int32"),
         least: T.float32,
     ):
-        with T.Kernel(tiles, blocks, planes, threads=threads) as (tile, block, plane):
+        with T.Kernel(planes * blocks * tiles, threads=threads) as turn:
+            tile, row = T.truncmod(turn, tiles), T.truncdiv(turn, tiles)
+            block, plane = T.truncmod(row, blocks), T.truncdiv(row, blocks)
             thread = T.get_thread_binding(0)
             key = tile * keys + thread % keys
             some = T.alloc_var("int32", init=0)
@@ -284,14 +267,14 @@ def sort_kernel(dtype, rows, keys):
             plain = T.alloc_var("int32", init=0)
             number = T.alloc_var("float32", init=0.0)
             of_warps = T.alloc_shared((2, threads // 32), "int32")
-            for turn in T.unroll(rows // at_once):
+            for step in T.unroll(rows // at_once):
                 # Rows behind the last query do not count; keys behind the last one are never seen.
-                if block * rows + turn * at_once + thread // keys < S:
+                if block * rows + step * at_once + thread // keys < S:
                     found = 0
                     plain = 0
                     if key < L:
                         number = T.cast(
-                            mask[plane, block * rows + turn * at_once + thread // keys, T.min(key, L - 1)], "float32"
+                            mask[plane, block * rows + step * at_once + thread // keys, T.min(key, L - 1)], "float32"
                         )
                         if number > least:
                             found = 1
@@ -428,7 +411,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, stages):
                                 scores[i, j] + number * unit,
                                 -T.infinity("float32"),
                             )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
@@ -469,7 +452,8 @@ def plain_kernel(D, dtype):
         unit: T.float32,
         least: T.float32,
     ):
-        with T.Kernel(S, B * Hq, threads=32) as (position, row):
+        with T.Kernel(B * Hq * S, threads=32) as turn:
+            position, row = T.truncmod(turn, S), T.truncdiv(turn, S)
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
             plane = T.min(batch, planes - 1)
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))

@@ -15,31 +15,13 @@ from _lib.tilelang.split_keys import (
     for_tma,
     multiprocessor_count,
     one_warp_fetches,
+    weigh_differences,
 )
 
 LOG2_E = 1.4426950408889634
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 MOST_POWER = 100.0  # of 2, beyond which a tangent is 1
 ROOM = 208 * 1024  # bytes of shared memory for tiles of queries, keys and values
-
-
-@T.macro
-def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
-    """One step of the running softmax: scores become weights, and `shrink` what earlier sums are worth now.
-
-    Scores are brought to base 2 by `scale` after the largest one is subtracted.
-    """
-    T.copy(largest, shrink)
-    T.reduce_max(scores, largest, dim=1, clear=True)
-    for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i])
-    for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
-    T.reduce_sum(scores, added, dim=1)
-    for i in T.Parallel(rows):
-        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
-    for i in T.Parallel(rows):
-        sums[i] = sums[i] * shrink[i] + added[i]
 
 
 def capped(score, softcap, steep):
@@ -139,7 +121,7 @@ def attention_kernel(D, dtype, rows, keys, columns, stages):
                         scores[i, j] = T.if_then_else(
                             step * keys + j < L, capped(scores[i, j], softcap, steep) + number, -T.infinity("float32")
                         )
-                    weigh(scores, largest, shrink, sums, added, LOG2_E, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, LOG2_E, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
@@ -175,7 +157,8 @@ def plain_kernel(D, dtype):
         softcap: T.float32,
         steep: T.float32,
     ):
-        with T.Kernel(S, B * Hq, threads=32) as (position, row):
+        with T.Kernel(B * Hq * S, threads=32) as turn:
+            position, row = T.truncmod(turn, S), T.truncdiv(turn, S)
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
             plane = T.min(batch, planes - 1)
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))

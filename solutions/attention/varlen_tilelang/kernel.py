@@ -14,32 +14,13 @@ from _lib.tilelang.split_keys import (
     for_tma,
     one_warp_fetches,
     sign_and_size,
+    weigh_differences,
 )
 
 LOG2_E = 1.4426950408889634
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 HALVINGS = 13  # of a search among up to 2**13 - 1 sequences
 ROOM = 208 * 1024  # bytes of shared memory for tiles of queries, keys and values
-
-
-@T.macro
-def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
-    """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
-
-    Scores are scaled after the largest, unscaled one is subtracted: that one gives 0, however large it is. The scale must be
-    above 0.
-    """
-    T.copy(largest, shrink)
-    T.reduce_max(scores, largest, dim=1, clear=True)
-    for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i])
-    for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
-    T.reduce_sum(scores, added, dim=1)
-    for i in T.Parallel(rows):
-        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
-    for i in T.Parallel(rows):
-        sums[i] = sums[i] * shrink[i] + added[i]
 
 
 @functools.cache
@@ -160,7 +141,7 @@ def packed_kernel(D, dtype, causal, rows, keys, columns, stages):
                                 scores[i, j],
                                 -T.infinity("float32"),
                             )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh_differences(scores, largest, shrink, sums, added, scale, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]

@@ -17,13 +17,17 @@ from _lib.triton.split_products import add_parts, add_product, inverse_of_unit_l
 
 EPSILON = tl.constexpr(1e-6)
 BLOCK = tl.constexpr(16)
+MOST_PARTS = 1 << 15
+"""Chunks of heads at once, unless one sequence has more: 6 GB of workspace for K = 128."""
 
 
 @triton.jit
 def _tokens(x_ptr, rows, depth, x_t, x_k, T, K: tl.constexpr):
     """Load [rows, depth] in float32; zeros behind the last token, before the first one and past K."""
     inside = (rows[:, None] >= 0) & (rows[:, None] < T) & (depth[None, :] < K)
-    return tl.load(x_ptr + rows[:, None] * x_t + depth[None, :] * x_k, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_t + depth[None, :] * x_k, mask=inside, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -99,7 +103,9 @@ def _prepare_block(
     for step in tl.range(0, BLOCK):
         token = BLOCK - 1 - step
         there = depth < tl.where(first + token < T, K, 0)
-        key = tl.load(k_ptr + (first + token) * k_t + far_depth * k_k, mask=there, other=0.0).to(tl.float32)
+        key = tl.load(k_ptr + (first + token).to(tl.int64) * k_t + far_depth * k_k, mask=there, other=0.0).to(
+            tl.float32
+        )
         gate = tl.load(g_ptr + (first + token) * g_t + depth, mask=there, other=0.0)
         key = key * tl.rsqrt(tl.sum(key * key, axis=0) + EPSILON)
         known = number >= token
@@ -158,7 +164,7 @@ def _scan_chunks(
     block = rows[:, None] * BLOCK_K + depth[None, :]
     v_ptr += batch * v_b + head * v_h
     out_ptr += batch * out_b + head * out_h
-    v_offsets = rows[:, None] * v_t + cols.to(tl.int64)[None, :] * v_v
+    v_offsets = rows.to(tl.int64)[:, None] * v_t + cols.to(tl.int64)[None, :] * v_v
     out_offsets = rows[:, None] * out_t + cols[None, :]
     part = pair * chunks
     inverse_ptr += part * (3 * CHUNK * CHUNK)
@@ -170,8 +176,9 @@ def _scan_chunks(
     state_ptrs = initial_ptr + batch * initial_b + head * initial_h + depth[:, None] * initial_k + cols[None, :]
     state = tl.trans(tl.load(state_ptrs, mask=inside, other=0.0))
     nothing = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
+    rest = tl.cast(T, tl.int32)  # tokens from the chunk on; a T of 1 is a constant, which no loop may change
     for _ in tl.range(0, chunks, num_stages=STAGES):
-        here = (rows < T)[:, None] & in_v[None, :]
+        here = (rows < rest)[:, None] & in_v[None, :]
         # 1. What the tokens write, of the part of the values that the state does not hold.
         known = add_product(state, tl.trans(tl.load(rows_ptr + block)), nothing, False)
         v = tl.load(v_ptr + v_offsets, mask=here, other=0.0)
@@ -197,7 +204,7 @@ def _scan_chunks(
         # 3. The state behind the chunk.
         left = tl.load(left_ptr + depth)
         state = add_product(delta, tl.load(rows_ptr + 2 * CHUNK * BLOCK_K + block), state * left[None, :], False)
-        T -= CHUNK
+        rest -= CHUNK
         v_ptr += CHUNK * tl.cast(v_t, tl.int64)
         out_ptr += CHUNK * tl.cast(out_t, tl.int64)
         inverse_ptr += 3 * CHUNK * CHUNK
@@ -227,29 +234,36 @@ def run(
     Shapes: q, k [B, T, H, K] and v [B, T, H, V] of any strides; g [B, T, H, K], beta [B, T, H], out [B, T, H, V] and states
     [B, H, K, V] with unit last strides. Sums, decays and the state are in float32. g is at most 0, beta at most 1.
     Mapping: one program 16 tokens of a head computes their products with earlier ones, one a chunk of CHUNK tokens inverts its
-    system. Then a program owns BLOCK_V columns of a head's state and goes through the chunks, with a warp per 16 columns.
+    system. Then a program owns BLOCK_V columns of a head's state and goes through the chunks, with a warp per 16 columns. Some
+    sequences at once, so that the workspace stays small.
     """
     B, T, H, V = v.shape
     K = k.shape[3]
     if final_state.numel() == 0:
         return
     chunks, block_k = triton.cdiv(T, CHUNK), max(16, triton.next_power_of_2(K))
-    parts, square = B * H * chunks, CHUNK * CHUNK
     kept = 2 if q.dtype == torch.bfloat16 else 3
+    stages = num_stages if kept == 2 else 1  # three parts leave no room in shared memory
+    at_once = max(1, min(B, MOST_PARTS // (H * chunks)))
+    parts, square = at_once * H * chunks, CHUNK * CHUNK
     pairs, attention = torch.empty((2, parts * square), dtype=torch.float32, device=q.device)
     inverse = torch.empty(3 * parts * square, dtype=torch.bfloat16, device=q.device)
     shares = torch.empty(kept * parts * square, dtype=torch.bfloat16, device=q.device)
     rows = torch.empty(3 * parts * CHUNK * block_k, dtype=torch.float32, device=q.device)
     left = torch.empty(parts * block_k, dtype=torch.float32, device=q.device)
-    _prepare_block[(parts, CHUNK // BLOCK.value)](
-        q, k, g, pairs, attention, rows, left, *q.stride(), *k.stride(), *g.stride()[:3],
-        T, H, chunks, K**-0.5, CHUNK, K, block_k, num_warps=4,
-    )  # fmt: skip
-    _invert_chunk[(parts,)](
-        pairs, attention, beta, inverse, shares, *beta.stride()[:2], T, H, chunks, CHUNK, kept, num_warps=4
-    )
-    _scan_chunks[(B * H, triton.cdiv(V, BLOCK_V))](
-        v, initial_state, inverse, shares, rows, left, out, final_state,
-        *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
-        T, H, V, chunks, CHUNK, K, block_k, BLOCK_V, kept, num_stages, num_warps=BLOCK_V // 16,
-    )  # fmt: skip
+    for first in range(0, B, at_once):
+        some = slice(first, first + at_once)
+        pairs_of_some = min(at_once, B - first) * H
+        parts = pairs_of_some * chunks
+        _prepare_block[(parts, CHUNK // BLOCK.value)](
+            q[some], k[some], g[some], pairs, attention, rows, left, *q.stride(), *k.stride(), *g.stride()[:3],
+            T, H, chunks, K**-0.5, CHUNK, K, block_k, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        _invert_chunk[(parts,)](
+            pairs, attention, beta[some], inverse, shares, *beta.stride()[:2], T, H, chunks, CHUNK, kept, num_warps=4
+        )
+        _scan_chunks[(pairs_of_some, triton.cdiv(V, BLOCK_V))](
+            v[some], initial_state[some], inverse, shares, rows, left, out[some], final_state[some],
+            *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
+            T, H, V, chunks, CHUNK, K, block_k, BLOCK_V, kept, stages, num_warps=BLOCK_V // 16,
+        )  # fmt: skip

@@ -36,7 +36,7 @@ def _moments(x_ptr, moments_ptr, pieces, S, D, BLOCK: tl.constexpr):
 def _join(moments_ptr, first_row, pieces, S, D, eps, BLOCK: tl.constexpr):
     """Return the mean of a group, less its first value, and the reciprocal of its deviation."""
     moments_ptr += 2 * first_row * pieces
-    parts, size = D * pieces, (D * S).to(tl.float32)
+    parts, size = D * pieces, tl.cast(D, tl.float32) * S
     sums = tl.zeros([JOINED], dtype=tl.float32)
     for start in range(0, parts, JOINED):
         part = start + tl.arange(0, JOINED)
@@ -95,7 +95,7 @@ def _gradient_of_x(
     first = tl.load(x_ptr + first_row * S).to(tl.float32)
     scale = tl.load(weight_ptr + row % C).to(tl.float32)
     mean, rstd = _join(moments_ptr, first_row, pieces, S, D, eps, BLOCK)
-    parts, size = D * pieces, (D * S).to(tl.float32)
+    parts, size = D * pieces, tl.cast(D, tl.float32) * S
     shared = tl.zeros([JOINED], dtype=tl.float32)
     along = tl.zeros([JOINED], dtype=tl.float32)
     sums_ptr += 2 * first_row * pieces
