@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -575,14 +575,17 @@ class Interpreter:
 def _triton() -> None:
     from triton.runtime.autotuner import Autotuner
 
-    from tilegym_db.backends.triton import AUTOTUNE
-
-    def refused(self: Any, *args: Any, **options: Any) -> Any:
-        raise SolutionError(AUTOTUNE, code="autotune_forbidden")
-
-    Autotuner.run = refused  # without a GPU, it would say that there is no driver
+    Autotuner.run = refuse_autotune  # without a GPU, it would say that there is no driver
     repair_interpreter()
     turn_programs()
+
+
+def refuse_autotune(*args: Any, **options: Any) -> NoReturn:
+    """Raise :class:`SolutionError`, in place of a search at the first launch."""
+    raise SolutionError(
+        "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables.",
+        code="autotune_forbidden",
+    )
 
 
 def turn_programs() -> None:

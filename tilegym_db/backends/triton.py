@@ -18,9 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from tilegym_db.backends.aot import Artifact, Recorder
 from tilegym_db.backends.stand_ins import DEVICES, check_grid, check_shared_memory
-from tilegym_db.errors import SolutionError
-
-AUTOTUNE = "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables."
+from tilegym_db.backends.toolchains import refuse_autotune
 
 
 class _CompileOnlyDriver:
@@ -46,7 +44,7 @@ class _CompileOnlyDriver:
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Any:
-        raise SolutionError(AUTOTUNE, code="autotune_forbidden")
+        refuse_autotune()
 
 
 @contextmanager
