@@ -116,7 +116,7 @@ def test_an_oracle_without_memory_is_tried_once_more(definition: Any, monkeypatc
         ExpectedCache(definition, "cpu").once(case)
 
 
-def test_outputs_that_are_computed_again_without_memory_are_tried_once_more(definition: Any, monkeypatch: Any) -> None:
+def test_outputs_made_again_without_memory_are_tried_once_more(definition: Any, monkeypatch: Any) -> None:
     case, evaluate = make_oracle_case(definition, cases_of(definition, 1)[0], "cpu"), expected.oracle
     assert case is not None
     failures = [torch.OutOfMemoryError()]
