@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 import cuda.tile as ct
 import torch
+from _lib.cutile.needed_tiles import find_bounds
 
 # The head size is a compile-time constant: tiles that hold whole heads need no mask along them.
 Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
@@ -76,26 +77,6 @@ def _sort_tiles(mask: Masks, kinds: ct.Array, TILE_S: Int, TILE_N: Int):
     rows = block * TILE_S + ct.arange(TILE_S, dtype=ct.int32)[:, None]
     every = ct.min(ct.where(rows < mask.shape[2], flags, 1))
     ct.scatter(kinds, (plane, block, tile), ct.max(flags) + every, check_bounds=False)
-
-
-@ct.kernel(num_worker_warps=4)
-def _find_bounds(kinds: ct.Array, bounds: ct.Array, TILE_T: Int):
-    """Note which tiles a block of queries needs: from `low` to `high`, those from `whole` to `edge` without a mask.
-
-    Apart from the kernel that reads the bounds: with these sums in it, cuTile 1.7 ends with an error of its own.
-    """
-    plane, block = ct.bid(0) // kinds.shape[1], ct.bid(0) % kinds.shape[1]
-    index = ct.arange(TILE_T, dtype=ct.int32)
-    there = index < kinds.shape[2]
-    found = ct.gather(kinds, (plane, block, index), mask=there, padding_value=0, check_bounds=False)
-    low = ct.min(ct.where(found > 0, index, kinds.shape[2]))
-    high = ct.max(ct.where(found > 0, index + 1, 0))
-    whole = ct.min(ct.where(found == 2, index, high))
-    edge = ct.min(ct.where((index >= whole) & (found != 2), index, high))
-    ct.scatter(bounds, (plane, block, 0), low, check_bounds=False)
-    ct.scatter(bounds, (plane, block, 1), high, check_bounds=False)
-    ct.scatter(bounds, (plane, block, 2), whole, check_bounds=False)
-    ct.scatter(bounds, (plane, block, 3), ct.maximum(edge, whole), check_bounds=False)
 
 
 @ct.kernel
@@ -306,7 +287,7 @@ def run_prefill(
     stream = torch.cuda.current_stream()
     bounds = torch.empty((flags.shape[0], blocks, 4), dtype=torch.int32, device=q.device)
     ct.launch(stream, (kinds.numel(), 1, 1), _sort_tiles, (flags, kinds, config.tile_s, config.tile_n))
-    ct.launch(stream, (flags.shape[0] * blocks, 1, 1), _find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
+    ct.launch(stream, (flags.shape[0] * blocks, 1, 1), find_bounds, (kinds, bounds, 1 << (tiles - 1).bit_length()))
     args = (
         q, k, v, flags, bounds, out, scale, _power_of_two(scale), Hq // k.shape[1], scale < 0,
         config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),
